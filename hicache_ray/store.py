@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 KEY_BYTES = 32
 TAG_BYTES = 16
 
-#: Anything with a contiguous byte buffer (memoryview, pyarrow.Buffer, numpy array). Length is checked, type is not.
-Bytes: TypeAlias = "memoryview"
+#: Anything with a contiguous byte buffer (memoryview, pyarrow.Buffer, numpy array). The length is checked, the type is not.
+Bytes: TypeAlias = Any
+
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""Layouts as data: an order of axes, and what follows from it.
+
+A pool is ``slots`` pages of one component in one buffer. Its layout is an order of the six axes ``layer, field, page, token, head, byte``
+(DESIGN section 4). From the order follow, per field, an offset and one stride per axis; from two such views follows how to copy between
+them: the axes they have in common, outermost first, and the longest inner run that is contiguous on both sides. Nothing else in the
+package knows a layout by its name.
+
+The ``field`` axis may be ragged (K and V of unlike width): the extents of the axes inside it depend on the field, those outside see the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hicache_ray.errors import ConfigError
+from hicache_ray.spec import Component
+
+#: Orders of axes, outermost first. Names and meaning are SGLang's, plus ``field`` so that a page is one object.
+ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "layer_first": ("layer", "field", "page", "token", "head", "byte"),
+        "page_first": ("page", "field", "token", "layer", "head", "byte"),
+        "page_first_direct": ("page", "field", "layer", "token", "head", "byte"),
+        "page_head": ("page", "head", "field", "token", "layer", "byte"),
+    }
+)
+#: The order of the stored object in L3, whatever the host layout.
+CANONICAL = "page_first_direct"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Extents of one component's pool. ``fields``: name and bytes of one (token, head) row per field."""
+
+    layers: int
+    tokens: int
+    heads: int
+    fields: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, component: Component, page_size: int) -> Geometry:
+        heads = component.heads
+        rows = tuple((f.name, f.row_bytes // heads) for f in component.fields)
+        return cls(len(component.layers), component.entries(page_size), heads, rows)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.tokens * self.heads * sum(b for _, b in self.fields)
+
+    def extent(self, axis: str, slots: int) -> int:
+        return {"layer": self.layers, "page": slots, "token": self.tokens, "head": self.heads}[axis]
+
+
+@dataclass(frozen=True)
+class View:
+    """Where one field lies in a pool: byte offset, bytes of a row, and the byte stride of each of the other axes."""
+
+    field: str
+    offset: int
+    row: int
+    layer: int
+    page: int
+    token: int
+    head: int
+
+
+def views(order: tuple[str, ...], geometry: Geometry, slots: int) -> tuple[View, ...]:
+    """The view of every field of a pool with ``slots`` pages in this order of axes."""
+    cut = order.index("field")
+    inner = [a for a in order[cut + 1 :] if a != "byte"]
+    inner_count = math.prod(geometry.extent(a, slots) for a in inner)
+    total = inner_count * sum(row for _, row in geometry.fields)
+    out, offset = [], 0
+    for name, row in geometry.fields:
+        strides: dict[str, int] = {}
+        for axes, stride in ((inner, row), (order[:cut], total)):
+            for axis in reversed(axes):
+                strides[axis] = stride
+                stride *= geometry.extent(axis, slots)
+        out.append(View(name, offset, row, **strides))
+        offset += inner_count * row
+    return tuple(out)
+
+
+def order_of(name: str, setting: str = "cache.layout") -> tuple[str, ...]:
+    """The order of axes called ``name``; a :class:`ConfigError` names the legal ones."""
+    if name not in ORDERS:
+        raise ConfigError(f'{setting} is "{name}"; choose one of {", ".join(ORDERS)}')
+    return ORDERS[name]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One axis of a copy: how often, and how far each side moves (bytes)."""
+
+    count: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A copy of one page between two pools: for each index of ``loops`` (outermost first) one run of ``run`` contiguous bytes.
+
+    Page ``p`` of the source starts at ``source + p * source_page``; the same for the target.
+    """
+
+    loops: tuple[Loop, ...]
+    run: int
+    source: int
+    source_page: int
+    target: int
+    target_page: int
+
+
+def copy_plan(source: tuple[View, ...], target: tuple[View, ...], geometry: Geometry) -> tuple[Strided, ...]:
+    """How a page moves between two pools of one geometry: one strided copy per field, or fewer where fields adjoin on both sides."""
+    out: list[Strided] = []
+    for s, t in zip(source, target, strict=True):
+        strided = _field_plan(s, t, geometry)
+        last = out[-1] if out else None
+        if last and not last.loops and not strided.loops and _adjoin(last, strided):
+            out[-1] = Strided((), last.run + strided.run, last.source, last.source_page, last.target, last.target_page)
+        else:
+            out.append(strided)
+    return tuple(out)
+
+
+def _adjoin(a: Strided, b: Strided) -> bool:
+    return (
+        a.source + a.run == b.source and a.target + a.run == b.target and a.source_page == b.source_page and a.target_page == b.target_page
+    )
+
+
+def _field_plan(s: View, t: View, geometry: Geometry) -> Strided:
+    axes = [(geometry.extent(a, 1), getattr(s, a), getattr(t, a)) for a in ("layer", "token", "head")]
+    loops = [Loop(n, x, y) for n, x, y in axes if n > 1]
+    loops.sort(key=lambda loop: (loop.target, loop.source), reverse=True)
+    run = s.row
+    # Innermost axes that continue the run on both sides become part of it.
+    while True:
+        found = next((loop for loop in loops if loop.source == run and loop.target == run), None)
+        if found is None:
+            break
+        loops.remove(found)
+        run *= found.count
+    return Strided(tuple(loops), run, s.offset, s.page, t.offset, t.page)

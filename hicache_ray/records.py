@@ -1,0 +1,120 @@
+"""Decisions as data: what the core asks of the executors, and what they report.
+
+The core performs no I/O. A stage returns records; every rank executes the records it gets in their order and reports one
+:class:`Outcome` per record. Slots index a pool of (tier, component); tokens, lengths and positions are in tokens. All of it is plain
+data: numpy int32/int64 arrays, ints, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.spec import Tier
+
+Slots: TypeAlias = npt.NDArray[np.int32]
+Tokens: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Pages of one component that move. Item ``i`` goes from ``source[i]`` to ``target[i]``; on the storage side the slots are empty
+    and ``keys[i]`` (page keys; the rank adds its own tag) stands for them."""
+
+    component: str
+    source: Slots
+    target: Slots
+    keys: tuple[bytes, ...] = ()
+
+    def __len__(self) -> int:
+        return max(len(self.source), len(self.target), len(self.keys))
+
+
+@dataclass(frozen=True)
+class Move:
+    """Copy pages from one tier to another, in the order of the spans. Outcome ``bits[i]``: which items of span ``i`` have arrived."""
+
+    id: int
+    rid: str
+    source: Tier
+    target: Tier
+    spans: tuple[Span, ...]
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Ask L3 which of ``keys`` exist for each component. Outcome ``found``: per component one bitset for each rank."""
+
+    id: int
+    rid: str
+    keys: tuple[bytes, ...]
+    components: tuple[str, ...]
+    timeout_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run the model from a cached length.
+
+    ``feed`` are the tokens at positions ``[start, start + len(feed))``; what precedes them is in the cache. They are run in chunks that
+    end on the absolute grid (``grid`` tokens; 0: one chunk), then tokens are sampled greedily until there are ``steps`` of them. All but
+    the last sampled token enter the cache, so its length becomes ``start + len(feed) + steps - 1``.
+
+    ``tables[component][p]`` is the device slot of page ``p`` (of the component's own span), -1 where no byte of it is needed or
+    written. ``live[state component]`` is the slot that the running state is kept in; ``resume[state component]`` the slot of the
+    snapshot made at ``start`` (-1: continue with what ``live`` holds; absent at ``start == 0``: begin with zeros). ``snapshots[state
+    component]``: (length, slot) pairs; when the cached length is exactly ``length`` the running state is copied to ``slot``. The length
+    is a value of the record: a snapshot belongs to the step that made it.
+    """
+
+    id: int
+    rid: str
+    start: int
+    feed: Tokens
+    steps: int
+    grid: int
+    tables: Mapping[str, Slots]
+    live: Mapping[str, int] = field(default_factory=dict)
+    resume: Mapping[str, int] = field(default_factory=dict)
+    snapshots: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    timeout_s: float = 120.0
+
+    @property
+    def end(self) -> int:
+        """Cached length when the record is done."""
+        return self.start + len(self.feed) + self.steps - 1
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Digest pages of the device pool: outcome ``digests``: per component, one hex digest per slot of ``slots``."""
+
+    id: int
+    rid: str
+    slots: Mapping[str, Slots]
+    timeout_s: float = 30.0
+
+
+Record: TypeAlias = Move | Lookup | Compute | Digest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank reports of one record. ``error`` is a sentence, empty when all went well; bits may be partial either way."""
+
+    bits: tuple[int, ...] = ()
+    found: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    output: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    error: str = ""
+
+
+def slots_array(values: object = ()) -> Slots:
+    """An int32 array of slots."""
+    return np.asarray(values, dtype=np.int32).reshape(-1)
