@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hicache_ray.errors import ConfigError
@@ -120,31 +120,26 @@ def copy_plan(source: tuple[View, ...], target: tuple[View, ...], geometry: Geom
     """How a page moves between two pools of one geometry: one strided copy per field, or fewer where fields adjoin on both sides."""
     out: list[Strided] = []
     for s, t in zip(source, target, strict=True):
-        strided = _field_plan(s, t, geometry)
-        last = out[-1] if out else None
-        if last and not last.loops and not strided.loops and _adjoin(last, strided):
-            out[-1] = Strided((), last.run + strided.run, last.source, last.source_page, last.target, last.target_page)
-        else:
-            out.append(strided)
+        axes = [(geometry.extent(a, 1), getattr(s, a), getattr(t, a)) for a in ("layer", "token", "head")]
+        loops = [Loop(n, x, y) for n, x, y in axes if n > 1]
+        loops.sort(key=lambda loop: (loop.target, loop.source), reverse=True)
+        out.append(_coalesce(Strided(tuple(loops), s.row, s.offset, s.page, t.offset, t.page)))
+        # A field that continues the one before it, step for step, is the same copy with longer runs.
+        while len(out) > 1 and _continues(out[-2], out[-1]):
+            first, second = out[-2:]
+            out[-2:] = [_coalesce(replace(first, run=first.run + second.run))]
     return tuple(out)
 
 
-def _adjoin(a: Strided, b: Strided) -> bool:
-    return (
-        a.source + a.run == b.source and a.target + a.run == b.target and a.source_page == b.source_page and a.target_page == b.target_page
-    )
+def _continues(a: Strided, b: Strided) -> bool:
+    pages = a.source_page == b.source_page and a.target_page == b.target_page
+    return pages and a.loops == b.loops and a.source + a.run == b.source and a.target + a.run == b.target
 
 
-def _field_plan(s: View, t: View, geometry: Geometry) -> Strided:
-    axes = [(geometry.extent(a, 1), getattr(s, a), getattr(t, a)) for a in ("layer", "token", "head")]
-    loops = [Loop(n, x, y) for n, x, y in axes if n > 1]
-    loops.sort(key=lambda loop: (loop.target, loop.source), reverse=True)
-    run = s.row
-    # Innermost axes that continue the run on both sides become part of it.
-    while True:
-        found = next((loop for loop in loops if loop.source == run and loop.target == run), None)
-        if found is None:
-            break
+def _coalesce(copy: Strided) -> Strided:
+    """Innermost axes that continue the run on both sides become part of it."""
+    loops, run = list(copy.loops), copy.run
+    while found := next((loop for loop in loops if loop.source == run and loop.target == run), None):
         loops.remove(found)
         run *= found.count
-    return Strided(tuple(loops), run, s.offset, s.page, t.offset, t.page)
+    return replace(copy, loops=tuple(loops), run=run)

@@ -50,7 +50,7 @@ class Pool:
     def page(self, slot: int) -> memoryview:
         """The bytes of one page where :attr:`contiguous_pages` holds (CPU only)."""
         start = slot * self.page_bytes
-        return memoryview(self.buffer.numpy())[start : start + self.page_bytes]
+        return self.buffer.numpy()[start : start + self.page_bytes].data
 
     def rows(self, field: str) -> torch.Tensor:
         """Bytes of a field: [slots, layers, tokens, heads, row bytes], a view."""

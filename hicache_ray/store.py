@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from typing_extensions import Self
+
 KEY_BYTES = 32
 TAG_BYTES = 16
 
 #: Anything with a contiguous byte buffer (memoryview, pyarrow.Buffer, numpy array). The length is checked, the type is not.
 Bytes: TypeAlias = Any
-
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Lent(Protocol):
 
     def release(self) -> None: ...
 
-    def __enter__(self) -> Lent: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None: ...
 
