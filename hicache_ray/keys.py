@@ -1,0 +1,104 @@
+"""Names of bytes: page keys, object tags, and the readable records beside them.
+
+The *page key* of page ``i`` is a sha256 chain over the namespace and all tokens up to the end of that page; it never depends on rank, TP
+size or component. A *tag* names one of the objects under it: component and geometry, shard, recipe. Every hashed field is length-prefixed,
+so that no two lists of fields share an encoding. Nothing depends on the process (no ``hash()``, no dict order, native byte order fixed).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hicache_ray.records import Tokens
+from hicache_ray.spec import CacheSpec, Component, Shard
+from hicache_ray.store import KEY_BYTES, TAG_BYTES
+
+#: The recipe of bytes that no particular computation is promised for.
+ANY: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Who may share pages: everything here is part of every page key. ``salt`` is a tenant's secret from trusted configuration."""
+
+    model: str
+    revision: str = ""
+    adapter: str = ""
+    salt: str = ""
+    page_size: int = 64
+
+    def record(self) -> dict[str, str]:
+        """The readable form kept in the store. The salt appears as a digest only."""
+        out = {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        out["salt"] = hashlib.sha256(self.salt.encode()).hexdigest()[:16] if self.salt else ""
+        return out
+
+    def digest(self) -> bytes:
+        """Root of the chains of this namespace, ``KEY_BYTES`` long."""
+        return _digest(("hicache_ray.namespace.1", *(x for f in fields(self) for x in (f.name, str(getattr(self, f.name))))))
+
+
+def _digest(parts: Iterable[str | bytes]) -> bytes:
+    h = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        h.update(len(raw).to_bytes(8, "little"))
+        h.update(raw)
+    return h.digest()
+
+
+def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
+    """Token ids as the int32 array that the core works on."""
+    return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def page_keys(namespace: Namespace, tokens: Tokens) -> tuple[bytes, ...]:
+    """Keys of the whole pages of ``tokens`` (int32): ``len(tokens) // page_size`` keys of ``KEY_BYTES`` bytes."""
+    return extend_keys(namespace, (), tokens)
+
+
+def extend_keys(namespace: Namespace, known: tuple[bytes, ...], tokens: Tokens) -> tuple[bytes, ...]:
+    """The same, given the keys of a first part of the pages."""
+    size = namespace.page_size
+    raw = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")
+    head = (size * 4).to_bytes(8, "little")
+    key = known[-1] if known else namespace.digest()
+    out = list(known)
+    for i in range(len(known), len(tokens) // size):
+        h = hashlib.sha256(key)
+        h.update(head)
+        h.update(raw[i * size * 4 : (i + 1) * size * 4])
+        key = h.digest()
+        out.append(key)
+    assert len(key) == KEY_BYTES
+    return tuple(out)
+
+
+def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapping[str, str]) -> dict[str, str]:
+    """What a tag stands for, readable: component, geometry, shard, recipe. Equal records make equal tags."""
+    shard = "replicated" if component.shard is Shard.REPLICATED else f"heads {rank} of {spec.ranks}"
+    geometry = {
+        "component": component.name,
+        "kind": component.kind.value,
+        "layers": ",".join(map(str, component.layers)),
+        "page": str(spec.page_size * component.page_span),
+        "ratio": str(component.ratio),
+        "fields": ";".join(f"{f.name}:{f.heads}x{f.width}x{f.dtype}({f.itemsize})" for f in component.fields),
+        "shard": shard,
+    }
+    return geometry | {f"recipe.{k}": v for k, v in sorted(recipe.items())}
+
+
+def tag_of(record: Mapping[str, str]) -> bytes:
+    """The tag of an object record, ``TAG_BYTES`` long."""
+    return _digest(("hicache_ray.object.1", *(x for pair in sorted(record.items()) for x in pair)))[:TAG_BYTES]
+
+
+def differing(wanted: Mapping[str, str], stored: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the fields in which two readable records differ: what a miss is told."""
+    names = sorted(set(wanted) | set(stored))
+    return tuple(n for n in names if wanted.get(n) != stored.get(n))
