@@ -1,0 +1,231 @@
+"""Every setting of the tier, as one frozen tree. Names, defaults, legal values, and what must fit together.
+
+The tree is pure data. :mod:`hicache_ray.config_sources` builds it from a YAML file, the environment and flags, tells where each value came
+from, and turns whatever is wrong into sentences. What needs a model's spec (is the family known, do the pools hold one request) or the
+machine (shared memory, io backends) is checked where those are known. Field descriptions are shown to users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core.core_schema import ValidationInfo
+from typing_extensions import Self
+
+from hicache_ray.config_sizes import parse_size
+
+Layout: TypeAlias = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
+Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0)]
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}$")]
+
+_BYTES: dict[str, Any] = {"unit": "bytes"}
+
+#: Legal values that this version cannot do yet: setting -> values. One table; delete an entry when its feature lands.
+NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "cache.write_policy": ("write_through_selective",),
+        "cache.state_snapshots": ("log", "last"),
+        "cache.prefetch_policy": ("best_effort",),
+    }
+)
+
+
+class Section(BaseModel):
+    """One level of the tree: frozen, unknown names refused, infinities refused, and true/false are not numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("true and false are not numbers or text; write the value itself")
+        return value
+
+
+class ModelConfig(Section):
+    """The model that the replica runs, and how it is spread over ranks."""
+
+    family: str = Field("qwen3_5", description="model type as in the config of Hugging Face transformers, e.g. qwen3_5, qwen3, gemma3")
+    path: str | None = Field(None, description="folder with the model; null: a small one with random weights is made")
+    tp: Count = Field(1, description="tensor-parallel ranks of one replica")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights, activations and cache")
+    threads_per_rank: Count = Field(1, description="CPU threads of one rank; part of what bit-exactness depends on")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of the random weights when path is null")
+
+
+class CacheConfig(Section):
+    """The device and host tiers of one cache group, and the policies between all three tiers."""
+
+    page_size: Count = Field(64, description="tokens in a page")
+    grid: Count = Field(256, description="tokens in a prefill chunk; chunks end at absolute multiples of it; a multiple of page_size")
+    track_interval: Count = Field(256, description="tokens between two state snapshots during decode; a multiple of page_size")
+    exact: bool = Field(True, description="resume on the grid from canonical bytes only, so that output is bit-identical")
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
+        "write_through", description="when the device's pages go to the host: at once, after selective_threshold hits, on eviction"
+    )
+    selective_threshold: Count = Field(2, description="hits after which write_through_selective backs a page up")
+    layout: Layout = Field("page_first_direct", description="order of axes of the host pools")
+    device_layout: Layout = Field("layer_first", description="order of axes of the device pools")
+    io_backend: Literal["auto", "direct", "kernel"] = Field("auto", description="how bytes move between device and host")
+    device_tokens: Count = Field(8192, description="capacity of the device pools: the tokens whose pages they hold")
+    device_snapshots: Count = Field(64, description="state snapshots (and running states) that the device pool of a hybrid model holds")
+    host_ratio: Annotated[float, Field(gt=0)] = Field(2.0, description="size of the host pools as a multiple of the device pools")
+    host_size: Size | None = Field(
+        None, description="size of one rank's host pools; wins over host_ratio; null: use the ratio", json_schema_extra=_BYTES
+    )
+    state_snapshots: Literal["all", "log", "last"] = Field("all", description="which state snapshots of a path are kept")
+    prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        "timeout", description="how long a request waits for pages from storage: not at all, until all are there, until the deadline"
+    )
+    prefetch_threshold: Annotated[int, Field(ge=0)] = Field(256, description="tokens; fewer than this are not fetched from storage")
+    lookup_deadline_s: Seconds = Field(2.0, description="longest wait for storage to say which pages it has")
+    load_deadline_s: Seconds = Field(10.0, description="longest wait for pages to move from host to device")
+    prefetch_timeout_base_s: Seconds = Field(2.0, description="deadline of a prefetch: this, plus prefetch_timeout_per_1k_tokens_s")
+    prefetch_timeout_per_1k_tokens_s: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="added to the deadline of a prefetch for every 1,024 tokens"
+    )
+    prefetch_timeout_cap_s: Seconds = Field(30.0, description="longest deadline of a prefetch; caps wait_complete as well")
+
+    def prefetch_deadline_s(self, tokens: int) -> float:
+        """Seconds that a prefetch of ``tokens`` tokens may take (SGLang's formula, with a cap)."""
+        return min(self.prefetch_timeout_base_s + self.prefetch_timeout_per_1k_tokens_s * tokens / 1024, self.prefetch_timeout_cap_s)
+
+    @model_validator(mode="after")
+    def _pages_fit(self) -> Self:
+        for name in ("grid", "track_interval"):
+            value = getattr(self, name)
+            if value % self.page_size:
+                below = value - value % self.page_size
+                near = " or ".join(str(n) for n in (below, below + self.page_size) if n)
+                raise ValueError(f"cache.{name} is {value}; it must be a multiple of cache.page_size ({self.page_size}), such as {near}")
+        if self.device_tokens < self.grid:
+            raise ValueError(
+                f"cache.device_tokens is {self.device_tokens}; it must hold at least one chunk of cache.grid ({self.grid}) tokens"
+            )
+        if self.prefetch_timeout_cap_s < self.prefetch_timeout_base_s:
+            raise ValueError(
+                f"cache.prefetch_timeout_cap_s is {self.prefetch_timeout_cap_s}; it must be at least "
+                f"cache.prefetch_timeout_base_s ({self.prefetch_timeout_base_s})"
+            )
+        return self
+
+
+class StorageConfig(Section):
+    """The storage tier (L3): one store per node, shared by all replicas."""
+
+    backend: Literal["arena", "none"] = Field("arena", description="shared-memory arena, or no storage tier")
+    size: Size = Field(512 * 1024**2, description="hard cap of one node's store", json_schema_extra=_BYTES)
+    directory: str | None = Field(None, description="folder of the arena's files; null: shared memory")
+    lease_s: Seconds = Field(30.0, description="how long a reader may hold an object before its bytes may be reused")
+    name: Name = Field("hicache-storage", description="name of the store; clusters on one machine need different ones")
+
+
+class EngineConfig(Section):
+    """Limits of one replica's engine."""
+
+    max_queue: Count = Field(32, description="requests that may wait for the model; one more is refused as busy")
+    max_prompt_tokens: Count = Field(7680, description="longest prompt that is accepted")
+    max_new_tokens: Count = Field(256, description="most tokens that one request may generate")
+    gloo_timeout_s: Seconds = Field(10.0, description="longest wait of a rank for another one; ends a forward when a rank froze or died")
+    forward_deadline_s: Seconds = Field(120.0, description="longest time for one call of the model; more than gloo_timeout_s")
+
+    @model_validator(mode="after")
+    def _deadlines_nest(self) -> Self:
+        if self.forward_deadline_s <= self.gloo_timeout_s:
+            raise ValueError(
+                f"engine.forward_deadline_s is {self.forward_deadline_s}; it must be more than engine.gloo_timeout_s "
+                f"({self.gloo_timeout_s}), or a frozen rank ends the call before its peers notice"
+            )
+        return self
+
+
+class ServeConfig(Section):
+    """The Ray Serve deployment."""
+
+    host: str = Field("127.0.0.1", description="address that the HTTP proxy binds to")
+    port: Port = Field(8000, description="port of the HTTP proxy")
+    replicas: Count = Field(1, description="replicas of the deployment; each has model.tp ranks")
+    name: Name = Field("hicache", description="name of the Serve application")
+
+
+class AdminConfig(Section):
+    """The administration endpoint."""
+
+    host: str = Field("127.0.0.1", description="address to bind to; loopback unless you mean otherwise")
+    port: Port = Field(8401, description="port of the endpoint")
+    token: SecretStr | None = Field(
+        None, min_length=8, description="bearer token, at least 8 characters; null: one is generated and printed once"
+    )
+
+
+class NamespaceConfig(Section):
+    """What separates one cache from another: pages are shared only where all of it is equal. Never taken from a request."""
+
+    model_id: str = Field("", description="name of the model; empty: follows from model.path, or from the seed")
+    revision: str = Field("", description="revision of the weights; change it when the weights change")
+    adapter: str = Field("", description="adapter (LoRA) that the weights carry")
+    salt: SecretStr = Field(SecretStr(""), description="secret of a tenant: caches with unlike salts share nothing")
+
+
+class Config(Section):
+    """The whole tree. Build it with :func:`hicache_ray.config_sources.load`, whose errors are sentences."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    storage: StorageConfig = StorageConfig()
+    engine: EngineConfig = EngineConfig()
+    serve: ServeConfig = ServeConfig()
+    admin: AdminConfig = AdminConfig()
+    namespace: NamespaceConfig = NamespaceConfig()
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        for name, missing in NOT_YET.items():
+            section, field = name.split(".")
+            value = getattr(getattr(self, section), field)
+            if value in missing:
+                raise ValueError(f'{name} is "{value}", which this version cannot do yet; choose one of {", ".join(choices(name))}')
+        if (self.serve.host, self.serve.port) == (self.admin.host, self.admin.port):
+            raise ValueError(f"admin.port is {self.admin.port}, and so is serve.port; choose different ports")
+        return self
+
+
+def sections() -> Mapping[str, type[Section]]:
+    """Section name -> its class, in the order of the tree."""
+    found = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: kind for name, kind in found.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def settings() -> Mapping[str, FieldInfo]:
+    """Every setting: dotted name -> pydantic's description of it, in the order of the tree."""
+    return {f"{s}.{name}": field for s, section in sections().items() for name, field in section.model_fields.items()}
+
+
+def choices(name: str) -> tuple[Any, ...]:
+    """The values that the setting ``name`` can take in this version where they are a fixed list, else an empty tuple."""
+    annotation = settings()[name].annotation
+    return tuple(v for v in get_args(annotation) if v not in NOT_YET.get(name, ())) if get_origin(annotation) is Literal else ()
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of this setting must never be shown."""
+    annotation = settings()[name].annotation
+    return annotation is SecretStr or SecretStr in get_args(annotation)
+
+
+def is_size(name: str) -> bool:
+    """Whether the setting is a number of bytes."""
+    return settings()[name].json_schema_extra == _BYTES
+
+
+def is_optional(name: str) -> bool:
+    """Whether the setting may be null."""
+    return NoneType in get_args(settings()[name].annotation)
