@@ -34,7 +34,9 @@ class Reader:
     def share(self, count: int, what: str) -> int:
         """This rank's part of ``count`` heads."""
         if count % self.ranks:
-            raise ConfigError(f"model.tp is {self.ranks}, which does not divide the {count} {what} of {self.config.model_type!r}; choose a divisor")
+            raise ConfigError(
+                f"model.tp is {self.ranks}, which does not divide the {count} {what} of {self.config.model_type!r}; choose a divisor"
+            )
         return count // self.ranks
 
     def field(self, name: str, heads: int, shape: tuple[int, ...], dtype: str = "") -> Field:
@@ -65,7 +67,8 @@ def window_kv(r: Reader, layers: tuple[int, ...]) -> Component:
 
 def gated_delta(r: Reader, layers: tuple[int, ...]) -> Component:
     """Conv and recurrent state of a gated delta net; both are sharded by heads over the ranks."""
-    keys, values = r.share(r.get("linear_num_key_heads"), "linear key heads"), r.share(r.get("linear_num_value_heads"), "linear value heads")
+    keys = r.share(r.get("linear_num_key_heads"), "linear key heads")
+    values = r.share(r.get("linear_num_value_heads"), "linear value heads")
     dk, dv = r.get("linear_key_head_dim"), r.get("linear_value_head_dim")
     channels = 2 * keys * dk + values * dv
     fields = (
@@ -101,13 +104,22 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 
 
-def family_of(model_type: str) -> Family:
-    """The family, or :class:`UnsupportedModel` with the reason and the legal choices."""
+def canonical_type(model_type: str) -> str:
+    """The model type as :data:`FAMILIES` spells it: a text model may be named without its ``_text`` suffix, or with one it does not have.
+
+    Raises :class:`UnsupportedModel` with the reason and the legal choices.
+    """
     if model_type in REFUSED:
         raise UnsupportedModel(f'model type "{model_type}" is refused: {REFUSED[model_type]}; choose one of {", ".join(FAMILIES)}')
-    if model_type not in FAMILIES:
-        raise UnsupportedModel(f'model type "{model_type}" is not known; choose one of {", ".join(FAMILIES)}')
-    return FAMILIES[model_type]
+    for name in (model_type, f"{model_type}_text", model_type.removesuffix("_text")):
+        if name in FAMILIES:
+            return name
+    raise UnsupportedModel(f'model type "{model_type}" is not known; choose one of {", ".join(FAMILIES)}')
+
+
+def family_of(model_type: str) -> Family:
+    """The family, or :class:`UnsupportedModel` with the reason and the legal choices."""
+    return FAMILIES[canonical_type(model_type)]
 
 
 def spec_from_config(config: Any, page_size: int, ranks: int = 1, dtype: str = "float32") -> CacheSpec:
@@ -115,14 +127,20 @@ def spec_from_config(config: Any, page_size: int, ranks: int = 1, dtype: str = "
     family = family_of(config.model_type)
     if dtype not in ITEMSIZE:
         raise ConfigError(f'model.dtype is "{dtype}"; choose one of {", ".join(ITEMSIZE)}')
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            f'model type "{config.model_type}" with use_bidirectional_attention is refused: '
+            "what it caches of a prefix depends on the tokens that follow"
+        )
     types = list(getattr(config, "layer_types", None) or [family.uniform] * int(config.num_hidden_layers))
     reader = Reader(config, ranks, dtype)
     by_type: dict[str, list[int]] = {}
     for index, layer_type in enumerate(types):
         if layer_type not in family.templates:
-            raise UnsupportedModel(f'layer {index} of "{config.model_type}" is of type "{layer_type}", which its family has no component for')
+            raise UnsupportedModel(
+                f'layer {index} of "{config.model_type}" is of type "{layer_type}", which its family has no component for; '
+                f"the family knows {', '.join(family.templates)}"
+            )
         by_type.setdefault(layer_type, []).append(index)
     components = tuple(family.templates[t](reader, tuple(layers)) for t, layers in sorted(by_type.items()))
     return CacheSpec(config.model_type, page_size, components, ranks)
-
-

@@ -1,0 +1,7 @@
+"""The engine on Hugging Face transformers: models whose caches live in the tier's device pools."""
+
+from hicache_ray.integrations.transformers.digest import digest_pages
+from hicache_ray.integrations.transformers.engine import Engine, Ran, chunks
+from hicache_ray.integrations.transformers.models import Loaded, build, make_weights, read_config
+
+__all__ = ["Engine", "Loaded", "Ran", "build", "chunks", "digest_pages", "make_weights", "read_config"]
