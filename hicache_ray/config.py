@@ -32,7 +32,7 @@ NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "cache.write_policy": ("write_through_selective",),
         "cache.state_snapshots": ("log", "last"),
-        "cache.prefetch_policy": ("best_effort",),
+        "cache.prefetch_policy": ("best_effort", "wait_complete"),
     }
 )
 
@@ -65,7 +65,9 @@ class CacheConfig(Section):
     """The device and host tiers of one cache group, and the policies between all three tiers."""
 
     page_size: Count = Field(64, description="tokens in a page")
-    grid: Count = Field(256, description="tokens in a prefill chunk; chunks end at absolute multiples of it; a multiple of page_size")
+    grid: Annotated[int, Field(ge=0)] = Field(
+        256, description="tokens in a prefill chunk, which ends at an absolute multiple of it; a multiple of page_size; 0: no grid"
+    )
     track_interval: Count = Field(256, description="tokens between two state snapshots during decode; a multiple of page_size")
     exact: bool = Field(True, description="resume on the grid from canonical bytes only, so that output is bit-identical")
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
@@ -94,10 +96,6 @@ class CacheConfig(Section):
     )
     prefetch_timeout_cap_s: Seconds = Field(30.0, description="longest deadline of a prefetch; caps wait_complete as well")
 
-    def prefetch_deadline_s(self, tokens: int) -> float:
-        """Seconds that a prefetch of ``tokens`` tokens may take (SGLang's formula, with a cap)."""
-        return min(self.prefetch_timeout_base_s + self.prefetch_timeout_per_1k_tokens_s * tokens / 1024, self.prefetch_timeout_cap_s)
-
     @model_validator(mode="after")
     def _pages_fit(self) -> Self:
         for name in ("grid", "track_interval"):
@@ -106,10 +104,12 @@ class CacheConfig(Section):
                 below = value - value % self.page_size
                 near = " or ".join(str(n) for n in (below, below + self.page_size) if n)
                 raise ValueError(f"cache.{name} is {value}; it must be a multiple of cache.page_size ({self.page_size}), such as {near}")
-        if self.device_tokens < self.grid:
+        if self.exact and not self.grid:
             raise ValueError(
-                f"cache.device_tokens is {self.device_tokens}; it must hold at least one chunk of cache.grid ({self.grid}) tokens"
+                "cache.grid is 0, and cache.exact needs a grid; choose a multiple of cache.page_size, or set cache.exact to false"
             )
+        if self.device_tokens < (least := max(self.grid, self.page_size)):
+            raise ValueError(f"cache.device_tokens is {self.device_tokens}; it must be at least {least}, one chunk of the grid or one page")
         if self.prefetch_timeout_cap_s < self.prefetch_timeout_base_s:
             raise ValueError(
                 f"cache.prefetch_timeout_cap_s is {self.prefetch_timeout_cap_s}; it must be at least "
