@@ -71,7 +71,7 @@ class CacheConfig(Section):
     track_interval: Count = Field(256, description="tokens between two state snapshots during decode; a multiple of page_size")
     exact: bool = Field(True, description="resume on the grid from canonical bytes only, so that output is bit-identical")
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
-        "write_through", description="when the device's pages go to the host: at once, after selective_threshold hits, on eviction"
+        "write_through", description="when the device's pages go to the host: as soon as they are complete, or when they are evicted"
     )
     selective_threshold: Count = Field(2, description="hits after which write_through_selective backs a page up")
     layout: Layout = Field("page_first_direct", description="order of axes of the host pools")
@@ -85,7 +85,7 @@ class CacheConfig(Section):
     )
     state_snapshots: Literal["all", "log", "last"] = Field("all", description="which state snapshots of a path are kept")
     prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
-        "timeout", description="how long a request waits for pages from storage: not at all, until all are there, until the deadline"
+        "timeout", description="what ends a request's wait for pages from storage: all are there, or the deadline"
     )
     prefetch_threshold: Annotated[int, Field(ge=0)] = Field(256, description="tokens; fewer than this are not fetched from storage")
     lookup_deadline_s: Seconds = Field(2.0, description="longest wait for storage to say which pages it has")

@@ -19,10 +19,10 @@ _NUMBER = "it must be a number"
 #: Type of pydantic's error -> what to do about it. ``{...}`` are filled from the error's context.
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
-        "greater_than": "it must be more than {gt}",
-        "greater_than_equal": "it must be at least {ge}",
-        "less_than": "it must be less than {lt}",
-        "less_than_equal": "it must be at most {le}",
+        "greater_than": "it must be more than {gt:g}",
+        "greater_than_equal": "it must be at least {ge:g}",
+        "less_than": "it must be less than {lt:g}",
+        "less_than_equal": "it must be at most {le:g}",
         "int_type": _WHOLE,
         "int_parsing": _WHOLE,
         "int_parsing_size": _WHOLE,

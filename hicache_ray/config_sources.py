@@ -114,7 +114,7 @@ def reference() -> str:
     default = Config()
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in settings().items():
-        legal = " or ".join(f"`{value}`" for value in choices(name))
+        legal = ", ".join(f"`{value}`" for value in choices(name))
         meaning = f"{legal}: {field.description}" if legal else field.description
         lines.append(f"| `{name}` | `{_text(name, _value(default, name))}` | {meaning} |")
     return "\n".join(lines) + "\n"
