@@ -3,5 +3,19 @@
 from hicache_ray.integrations.transformers.digest import digest_pages
 from hicache_ray.integrations.transformers.engine import Engine, Ran, chunks
 from hicache_ray.integrations.transformers.models import Loaded, build, make_weights, read_config
+from hicache_ray.integrations.transformers.tp import TpConfig, join, leave, shard
 
-__all__ = ["Engine", "Loaded", "Ran", "build", "chunks", "digest_pages", "make_weights", "read_config"]
+__all__ = [
+    "Engine",
+    "Loaded",
+    "Ran",
+    "TpConfig",
+    "build",
+    "chunks",
+    "digest_pages",
+    "join",
+    "leave",
+    "make_weights",
+    "read_config",
+    "shard",
+]
