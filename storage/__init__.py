@@ -1,0 +1,17 @@
+"""L3: stores that keep pages by content. Import from here; the modules below are details.
+
+``MemoryStore`` (a dict, the oracle), ``ArenaService`` + ``ArenaClient`` (shared memory of one node), and wrappers that compose.
+"""
+
+from hicache_ray.storage.arena import ArenaAddress, ArenaConfig
+from hicache_ray.storage.client import ArenaClient
+from hicache_ray.storage.memory import MemoryStore
+from hicache_ray.storage.owned import sweep
+from hicache_ray.storage.service import ArenaService
+from hicache_ray.storage.session import ClientConfig
+from hicache_ray.storage.wrappers import CountingStore, FaultyStore, StoreWrapper
+
+__all__ = [
+    "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ClientConfig", "CountingStore", "FaultyStore", "MemoryStore",
+    "StoreWrapper", "sweep",
+]  # fmt: skip

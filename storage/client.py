@@ -1,0 +1,195 @@
+"""The store of a node as its ranks see it: descriptors over the socket, bytes by memory copies to and from the mapped arena."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from hicache_ray.errors import StoreError
+from hicache_ray.storage import bits, messages, wire
+from hicache_ray.storage.arena import ArenaAddress
+from hicache_ray.storage.connection import Connection, Deadline
+from hicache_ray.storage.copying import Copier, Copy, as_array
+from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.lent import ArenaLent, release_body
+from hicache_ray.storage.segment import Array
+from hicache_ray.storage.session import ClientConfig, Session
+from hicache_ray.storage.wire import ID_BYTES, MAX_IDS, Kind
+from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer, Bytes, StoreStats
+
+_MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
+_RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
+
+
+class ArenaClient:
+    """A :class:`~hicache_ray.store.Store`. Connects when first used, and again when the service was restarted.
+
+    Not usable in a forked child (open another there); close() is safe there.
+    """
+
+    def __init__(
+        self, address: ArenaAddress | str, config: ClientConfig | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``address``: of the service, or the path of its socket."""
+        config = config or ClientConfig()
+        self._clock = clock
+        self._session = Session(address if isinstance(address, str) else address.socket, config, clock)
+        self._copier = Copier(config.copy_threads)
+
+    # -- objects -----------------------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        _require_sizes(keys, KEY_BYTES, "key")
+        _require_sizes(tags, TAG_BYTES, "tag")
+        found = {tag: Answer() for tag in tags}
+        with self._session.asking(timeout_s) as (connection, deadline):
+            for at, some in _parts(keys, MAX_IDS):
+                for _, asked in _parts(tags, max(wire.MAX_ASKED // len(some), 1)):
+                    reply = connection.call(Kind.LOOKUP, messages.pack_lookup(some, asked), deadline)
+                    for tag, answer in messages.unpack_answers(reply, asked, len(some)).items():
+                        found[tag] = Answer(hit=found[tag].hit | answer.hit << at, pending=found[tag].pending | answer.pending << at)
+        return found
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        _require_sizes(ids, ID_BYTES, "id")
+        arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
+        fresh = dict(zip(reversed(ids), reversed(arrays), strict=True))  # of equal ids the first counts
+        visible: set[bytes] = set()
+        with self._session.asking(timeout_s) as (connection, deadline):
+            for _, some in _parts(list(dict.fromkeys(ids)), MAX_IDS):
+                visible |= self._put(connection, {id: fresh[id] for id in some}, deadline)
+        return bits.pack(id in visible for id in ids)
+
+    def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
+        _require_sizes(ids, ID_BYTES, "id")
+        arrays = [as_array(target, writable=True) for _, target in zip(ids, targets, strict=True)]
+        verified = 0
+        with self._session.asking(timeout_s) as (connection, deadline):
+            for at, some in _parts(ids, MAX_IDS):
+                verified |= self._get(connection, some, arrays[at : at + len(some)], deadline) << at
+        return verified
+
+    def lease(self, ids: Sequence[bytes], timeout_s: float) -> ArenaLent:
+        """As the protocol says; the views are read-only pyarrow.Buffers. At most MAX_IDS ids."""
+        _require_sizes(ids, ID_BYTES, "id")
+        if len(ids) > MAX_IDS:
+            raise StoreError(f"one lease covers at most {MAX_IDS} objects, not {len(ids)}")
+        with self._session.asking(timeout_s) as (connection, deadline):
+            asked = self._clock()
+            reply = connection.call(Kind.LEASE, wire.ids(ids) + wire.real(1e9), deadline)
+            lease = messages.unpack_lease(reply, len(ids))
+            return ArenaLent(self._session, connection.mapped, lease, Deadline(self._clock, asked + lease.seconds))
+
+    def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        _require_sizes(ids, ID_BYTES, "id")
+        existed = 0
+        with self._session.asking(timeout_s) as (connection, deadline):
+            for at, some in _parts(ids, MAX_IDS):
+                existed |= connection.call(Kind.DROP, wire.ids(some), deadline).bits(len(some)) << at
+        return existed
+
+    def clear(self, timeout_s: float) -> int:
+        with self._session.asking(timeout_s) as (connection, deadline):
+            return connection.call(Kind.CLEAR, b"", deadline).number("Q")
+
+    def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
+        if len(prefix) > ID_BYTES:
+            return iter(())
+        found: list[bytes] = []
+        with self._session.asking(timeout_s) as (connection, deadline):
+            at = 0
+            while True:
+                ask = wire.number(at) + wire.number(len(prefix), "H") + prefix
+                reply = connection.call(Kind.SCAN, ask, deadline)
+                at = reply.number()
+                found += reply.ids()
+                if at == 0:
+                    return iter(found)
+
+    # -- administration ----------------------------------------------------------------------------------------------------------
+
+    def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
+        with self._session.asking(timeout_s) as (connection, deadline):
+            connection.call(Kind.DESCRIBE, messages.pack_record(digest, record), deadline)
+
+    def described(self, timeout_s: float) -> Mapping[bytes, Mapping[str, str]]:
+        with self._session.asking(timeout_s) as (connection, deadline):
+            records = json.loads(connection.call(Kind.DESCRIBED, b"", deadline).rest())
+        return {bytes.fromhex(digest): record for digest, record in records.items()}
+
+    def stats(self, timeout_s: float) -> StoreStats:
+        with self._session.asking(timeout_s) as (connection, deadline):
+            return StoreStats(**json.loads(connection.call(Kind.STATS, b"", deadline).rest()))
+
+    def ping(self, timeout_s: float) -> str:
+        """Incarnation of the service that answers."""
+        with self._session.asking(timeout_s) as (connection, deadline):
+            connection.call(Kind.PING, b"", deadline)
+            return connection.hello.incarnation
+
+    def damage(self, id: bytes) -> bool:
+        """For tests: flip one stored bit of an object, leaving its checksum. False where there is no such object."""
+        with self.lease([id], 5.0) as lent:
+            return lent.flip(0)
+
+    def close(self) -> None:
+        self._session.close()
+        if self._session.ours:  # in a forked child there are no threads to stop
+            self._copier.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _put(self, connection: Connection, fresh: Mapping[bytes, Array], deadline: Deadline) -> set[bytes]:
+        """Reserve, copy, seal; returns the ids that are visible then."""
+        ids, visible, granted, copies = list(fresh), set[bytes](), list[bytes](), list[Copy]()
+        ask = messages.pack_reserve(ids, [data.nbytes for data in fresh.values()], deadline.left() + _MARGIN_S)
+        reservation = messages.unpack_reservation(connection.call(Kind.RESERVE, ask, deadline), len(ids))
+        for id, (outcome, offset) in zip(ids, reservation.grants, strict=True):
+            if outcome is Outcome.EXISTS:
+                visible.add(id)
+            elif outcome is Outcome.GRANTED:
+                granted.append(id)
+                copies.append(Copy(fresh[id], connection.mapped.data[offset : offset + fresh[id].nbytes]))
+        if granted:
+            sums = self._copier.run(copies, deadline.passed)
+            sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline).bits(len(granted))
+            visible.update(granted[i] for i in bits.each(sealed))
+        return visible
+
+    def _get(self, connection: Connection, ids: Sequence[bytes], targets: Sequence[Array], deadline: Deadline) -> int:
+        """Lease, copy, verify, release. What the deadline cut off is a miss; so is everything once the lease has run out."""
+        asked = self._clock()
+        ask = wire.ids(ids) + wire.real(deadline.left() + _MARGIN_S)
+        lease = messages.unpack_lease(connection.call(Kind.LEASE, ask, deadline), len(ids))
+        held = Deadline(self._clock, asked + lease.seconds)
+        memory = connection.mapped
+        loans = [(i, loan) for i, loan in enumerate(lease.loans) if loan is not None]
+        fit = [(i, loan) for i, loan in loans if loan.length == targets[i].nbytes]
+        copies = [Copy(memory.data[loan.offset : loan.offset + loan.length], targets[i]) for i, loan in fit]
+        sums = self._copier.run(copies, lambda: deadline.passed() or held.passed())
+        verified, bad = 0, set[int]()
+        for (i, loan), found in zip(fit, sums, strict=True):
+            if found is not None and memory.generation(loan.offset) == loan.generation:
+                if found == loan.checksum:
+                    verified |= 1 << i
+                else:
+                    bad.add(i)
+        if held.passed():
+            return 0  # whatever was read, the service may have given the memory to others meanwhile
+        if loans:
+            report = bits.pack(i in bad for i, _ in loans)
+            connection.tell(Kind.RELEASE, release_body(lease.id, report, len(loans)), Deadline.after(self._clock, _RELEASE_S))
+        return verified
+
+
+def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[bytes]]]:
+    """(index of the first, at most ``size`` items) over all items."""
+    for at in range(0, len(items), size):
+        yield at, items[at : at + size]
+
+
+def _require_sizes(values: Sequence[bytes], size: int, what: str) -> None:
+    wrong = set(map(len, values)) - {size}
+    if wrong:
+        raise StoreError(f"a {what} has {size} bytes, not {wrong.pop()}")

@@ -1,0 +1,185 @@
+"""Client's side of the socket: deadlines, connections, and a bounded pool of them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
+from hicache_ray.storage import messages, wire
+from hicache_ray.storage.messages import Hello
+from hicache_ray.storage.segment import Segment
+from hicache_ray.storage.wire import Kind, Reader, Splitter, WireError
+
+_RECV = 256 << 10
+
+
+class Refused(StoreError):
+    """The service answered, with a no. It is well, and so is the connection."""
+
+
+class Overloaded(StoreTimeout):
+    """All connections of this client were in use until the deadline: says nothing about the service."""
+
+
+class Expired(StoreTimeout):
+    """The deadline had passed before the service was asked: says nothing about the service."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A point on ``clock``, in seconds."""
+
+    clock: Callable[[], float]
+    at: float
+
+    @classmethod
+    def after(cls, clock: Callable[[], float], seconds: float) -> Deadline:
+        return cls(clock, clock() + seconds)
+
+    def passed(self) -> bool:
+        return self.clock() >= self.at
+
+    def left(self) -> float:
+        """Seconds left; raises Expired when there are none."""
+        left = self.at - self.clock()
+        if left <= 0:
+            raise Expired("the deadline of this call has passed")
+        return left
+
+
+class Connection:
+    """One request at a time. After any error the connection is of no more use: a late answer must not meet a later question."""
+
+    def __init__(self, path: str, deadline: Deadline) -> None:
+        """Connects and greets. Raises StoreError."""
+        self._path, self._request, self._splitter = path, 0, Splitter(wire.REPLY)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.segment: Segment | None = None  # set by the pool once the hello is known
+        try:
+            with self._translated():
+                self._sock.settimeout(deadline.left())
+                self._sock.connect(path)
+            self.hello: Hello = messages.unpack_hello(self.call(Kind.HELLO, b"", deadline))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def mapped(self) -> Segment:
+        if self.segment is None:
+            raise StoreClosed("the connection has no mapping")
+        return self.segment
+
+    def call(self, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
+        """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused."""
+        with self._translated():
+            self._send(kind, body, deadline)
+            while (frame := self._splitter.next()) is None:
+                self._sock.settimeout(deadline.left())
+                data = self._sock.recv(_RECV)
+                if not data:
+                    raise StoreClosed(f"the arena's service at {self._path} hung up")
+                self._splitter.feed(data)
+        if frame.kind == Kind.ERROR:
+            raise Refused(f"the arena's service refused: {messages.text(frame.body)}")
+        if frame.kind != kind or frame.request != self._request:
+            raise WireError("the answer belongs to another question")
+        return Reader(frame.body)
+
+    def tell(self, kind: Kind, body: bytes, deadline: Deadline) -> None:
+        """Send what has no answer."""
+        with self._translated():
+            self._send(kind, body, deadline)
+
+    def alive(self) -> bool:
+        """False once the service has hung up: an idle connection has nothing to read."""
+        try:
+            self._sock.settimeout(0)
+            self._sock.recv(1)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        self._sock.close()
+        self.segment = None
+
+    def _send(self, kind: Kind, body: bytes, deadline: Deadline) -> None:
+        self._request = (self._request + 1) & 0xFFFFFFFF
+        self._sock.settimeout(deadline.left())
+        self._sock.sendall(wire.encode(kind, self._request, body))
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise StoreTimeout(f"the arena's service at {self._path} did not answer within the deadline") from error
+        except OSError as error:
+            raise StoreClosed(f"the arena's service at {self._path} cannot be reached: {error.strerror or error}") from error
+
+
+class Pool:
+    """At most ``limit`` connections, lent to one caller each. The last one given back is lent first: its caches are warm."""
+
+    def __init__(self, open_one: Callable[[Deadline], Connection], limit: int) -> None:
+        self._open_one, self._limit = open_one, limit
+        self._turn = threading.Condition()
+        self._idle: list[Connection] = []
+        self._out = 0
+        self._closed = False
+
+    @contextmanager
+    def lend(self, deadline: Deadline) -> Iterator[Connection]:
+        """A connection that is given back at the end, or closed when the block raises. Raises StoreError."""
+        connection = self._take(deadline)
+        try:
+            if connection is None:
+                connection = self._open_one(deadline)
+            yield connection
+        except BaseException:
+            self._give_back(connection, broken=True)
+            raise
+        self._give_back(connection, broken=False)
+
+    def close(self) -> None:
+        with self._turn:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            self._turn.notify_all()
+        for connection in idle:
+            connection.close()
+
+    def _take(self, deadline: Deadline) -> Connection | None:
+        """An idle connection, or leave (None) to open one."""
+        with self._turn:
+            while True:
+                if self._closed:
+                    raise StoreClosed("this handle of the store is closed")
+                while self._idle:
+                    connection = self._idle.pop()
+                    if connection.alive():
+                        self._out += 1
+                        return connection
+                    connection.close()
+                if self._out < self._limit:
+                    self._out += 1
+                    return None
+                if deadline.passed() or not self._turn.wait(deadline.left()):
+                    raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
+
+    def _give_back(self, connection: Connection | None, broken: bool) -> None:
+        with self._turn:
+            self._out -= 1
+            keep = connection is not None and not broken and not self._closed
+            if keep and connection is not None:
+                self._idle.append(connection)
+            self._turn.notify()
+        if connection is not None and not keep:
+            connection.close()

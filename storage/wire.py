@@ -1,0 +1,166 @@
+"""Frames between the arena's clients and its service: fixed binary layouts, every length bounded, nothing executable.
+
+    frame   magic 2s | version u8 | kind u8 | request u32 | body length u32 | body          little endian, no padding
+
+A reply repeats the request number and sets the high bit of the kind. RELEASE has no reply. Counts come before what they count.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hicache_ray.errors import StoreError
+from hicache_ray.store import KEY_BYTES, TAG_BYTES
+
+MAGIC, VERSION = b"hR", 1
+HEADER = struct.Struct("<2sBBII")
+ID_BYTES = KEY_BYTES + TAG_BYTES
+MAX_BODY = 4 << 20  # bytes
+MAX_IDS = 16384  # ids, or keys, of one frame
+MAX_ASKED = 1 << 18  # keys x tags of one lookup: bounds how long the service works on one frame
+MAX_RECORDS = 1 << 20  # bytes of all described records together
+REPLY = 0x80
+
+
+class WireError(StoreError):
+    """Bytes that are not a frame of this protocol. The connection is of no more use."""
+
+
+class Kind(enum.IntEnum):
+    HELLO = 1
+    LOOKUP = 2
+    RESERVE = 3
+    SEAL = 4
+    LEASE = 5
+    RELEASE = 6
+    DROP = 7
+    CLEAR = 8
+    SCAN = 9
+    DESCRIBE = 10
+    DESCRIBED = 11
+    STATS = 12
+    PING = 13
+    ERROR = 127
+
+
+KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Frame(NamedTuple):
+    kind: int
+    request: int
+    body: bytes
+
+
+def encode(kind: int, request: int, body: bytes) -> bytes:
+    if len(body) > MAX_BODY:
+        raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_BODY}")
+    return HEADER.pack(MAGIC, VERSION, kind, request, len(body)) + body
+
+
+class Splitter:
+    """Cuts a byte stream into frames. Holds at most one frame and one read more than that."""
+
+    def __init__(self, flag: int) -> None:
+        """``flag``: REPLY where replies are expected, 0 where requests are. Frames come out without it."""
+        self._pending, self._flag = bytearray(), flag
+
+    def feed(self, data: bytes) -> None:
+        self._pending += data
+
+    def __bool__(self) -> bool:
+        """Is a frame begun?"""
+        return bool(self._pending)
+
+    def next(self) -> Frame | None:
+        """The next whole frame, or None. Raises WireError."""
+        if len(self._pending) < HEADER.size:
+            return None
+        magic, version, kind, request, length = HEADER.unpack_from(self._pending)
+        if magic != MAGIC or version != VERSION:
+            raise WireError(f"not a frame of protocol version {VERSION}: it starts with {bytes(self._pending[:3])!r}")
+        kind ^= self._flag
+        if kind not in KINDS:
+            raise WireError(f"unknown kind of frame {kind}")
+        if length > MAX_BODY:
+            raise WireError(f"a frame of {length} bytes is over the limit of {MAX_BODY}")
+        end = HEADER.size + length
+        if len(self._pending) < end:
+            return None
+        body = bytes(self._pending[HEADER.size : end])
+        del self._pending[:end]
+        return Frame(kind, request, body)
+
+
+class Reader:
+    """Walks a body; every read is checked against its end. Raises WireError."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self._at = body, 0
+
+    def take(self, count: int) -> bytes:
+        end = self._at + count
+        if count < 0 or end > len(self._body):
+            raise WireError(f"a frame ends after {len(self._body)} bytes where {end} were announced")
+        part, self._at = self._body[self._at : end], end
+        return part
+
+    def number(self, code: str = "I") -> int:
+        """One little-endian integer of struct code ``B H I Q``."""
+        return int(self._unpack(code, 1)[0])
+
+    def real(self) -> float:
+        return float(self._unpack("d", 1)[0])
+
+    def numbers(self, code: str, count: int) -> list[int]:
+        return list(self._unpack(code, count))
+
+    def count(self, limit: int = MAX_IDS) -> int:
+        value = self.number()
+        if value > limit:
+            raise WireError(f"a frame names {value} items; the limit is {limit}")
+        return value
+
+    def blobs(self, size: int, count: int) -> list[bytes]:
+        raw = self.take(size * count)
+        return [raw[i : i + size] for i in range(0, len(raw), size)]
+
+    def ids(self) -> list[bytes]:
+        return self.blobs(ID_BYTES, self.count())
+
+    def bits(self, count: int) -> int:
+        return int.from_bytes(self.take((count + 7) // 8), "little")
+
+    def rest(self) -> bytes:
+        return self.take(len(self._body) - self._at)
+
+    def end(self) -> None:
+        if self._at != len(self._body):
+            raise WireError(f"a frame has {len(self._body) - self._at} bytes too many")
+
+    def _unpack(self, code: str, count: int) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))
+
+
+def number(value: int, code: str = "I") -> bytes:
+    return struct.pack("<" + code, value)
+
+
+def real(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def numbers(code: str, values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}{code}", *values)
+
+
+def bitset(value: int, count: int) -> bytes:
+    return value.to_bytes((count + 7) // 8, "little")
+
+
+def ids(values: Sequence[bytes]) -> bytes:
+    return number(len(values)) + b"".join(values)
