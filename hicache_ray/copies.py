@@ -26,8 +26,8 @@ from hicache_ray.pool import Pool
 from hicache_ray.records import Slots
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-#: (source addresses, target addresses, run bytes, loops [3, 3], first unit, end unit); see :func:`hicache_ray.copies_cpu.move`.
-Move: TypeAlias = Callable[[Ints, Ints, Ints, Ints, int, int], None]
+#: (source addresses, target addresses, run bytes, loops [3, 3], stream, first unit, end unit); see :func:`hicache_ray.copies_cpu.move`.
+Move: TypeAlias = Callable[[Ints, Ints, Ints, Ints, bool, int, int], None]
 
 #: What the configuration may say. ``kernel`` is SGLang's name for copies by a CUDA kernel.
 SETTINGS = ("auto", "direct", "kernel")
@@ -35,6 +35,8 @@ SETTINGS = ("auto", "direct", "kernel")
 PIECE_BYTES = 1 << 20
 #: A thread is woken for at least this much: waking one costs as much as copying some 200 KiB.
 SHARE_BYTES = 1 << 18
+#: Copies of at least this much go past the caches, which would not hold them anyway.
+STREAM_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,14 @@ class Mover:
 
     def move(self, jobs: list[Job]) -> None:
         """Copy the units of all ``jobs``, each thread an equal share of the bytes. Raises :class:`HiCacheError` after ``timeout_s``."""
-        shares = max(1, min(self.threads, sum(job.bytes for job in jobs) // SHARE_BYTES))
+        size = sum(job.bytes for job in jobs)
+        stream = size >= STREAM_BYTES
+        shares = max(1, min(self.threads, size // SHARE_BYTES))
         cuts = [job.cuts(shares) for job in jobs]
 
         def part(k: int) -> None:
             for job, cut in zip(jobs, cuts, strict=True):
-                self._move(job.source, job.target, job.size, job.loops, cut[k], cut[k + 1])
+                self._move(job.source, job.target, job.size, job.loops, stream, cut[k], cut[k + 1])
 
         with self._lock:
             if self._closed:
@@ -244,8 +248,8 @@ def _job(step: Strided, loops: Ints, slots: tuple[Ints, Ints], bases: tuple[int,
     return Job(source, target, size, loops)
 
 
-def move_with_numpy(source: Ints, target: Ints, size: Ints, loops: Ints, begin: int, end: int) -> None:
-    """What :func:`hicache_ray.copies_cpu.move` does, one strided numpy copy per unit. numpy releases the GIL as well."""
+def move_with_numpy(source: Ints, target: Ints, size: Ints, loops: Ints, stream: bool, begin: int, end: int) -> None:
+    """What :func:`hicache_ray.copies_cpu.move` does, one strided numpy copy per unit. numpy releases the GIL as well, and never streams."""
     outer = int(loops[0, 0])
     shape = (int(loops[1, 0]), int(loops[2, 0]))
 

@@ -63,10 +63,14 @@ def page_keys(namespace: Namespace, tokens: Tokens) -> tuple[bytes, ...]:
 
 def extend_keys(namespace: Namespace, known: tuple[bytes, ...], tokens: Tokens) -> tuple[bytes, ...]:
     """The same, given the keys of a first part of the pages."""
-    size = namespace.page_size
-    raw = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")
+    return chain(namespace.digest(), namespace.page_size, known, tokens)
+
+
+def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens) -> tuple[bytes, ...]:
+    """The chain of page keys that starts at ``root``, continued over the whole pages of ``tokens`` from what is ``known``."""
+    raw = np.ascontiguousarray(tokens, dtype="<i4").data.cast("B")
     head = (size * 4).to_bytes(8, "little")
-    key = known[-1] if known else namespace.digest()
+    key = known[-1] if known else root
     out = list(known)
     for i in range(len(known), len(tokens) // size):
         h = hashlib.sha256(key)

@@ -1,8 +1,8 @@
 """The one rule: the lengths from which a request may resume form a set; every constraint only intersects it; the answer is its largest.
 
-A set of lengths is an int: bit ``k`` says "may resume at ``k`` base pages"; bit 0 is always there. What is available of a component is an
-int over base pages: bit ``i`` says "the component's page that *ends* with base page ``i`` is there" (a component whose page spans ``s`` base
-pages uses every s-th bit), and for a state "a snapshot made at the end of base page ``i`` is there".
+A set of lengths is an int: bit ``k`` says "may resume at ``k`` base pages"; bit 0 is always there. What is available of a component is
+an int over base pages: bit ``i`` says "the component's page that *ends* with base page ``i`` is there" (a component whose page spans
+``s`` base pages uses every s-th bit), and for a state "a snapshot made at the end of base page ``i`` is there".
 
 AND availability over the ranks first (:func:`on_all`), evaluate every component once, AND the sets, take the largest. The minimum of
 per-rank or per-component lengths is wrong as soon as a window or a state is present. No other module computes how long a hit is.
@@ -35,7 +35,8 @@ def multiples(step: int, last: int) -> int:
 
 def within(tokens: int, page_size: int, step: int, limit: int | None = None) -> int:
     """Lengths that a prompt of ``tokens`` tokens allows at all: at least one token is left to compute (the N-1 cap), the caller's own
-    ``limit`` in tokens holds, and lengths are multiples of ``step`` tokens (page, grid, spans and ratios: :meth:`CacheSpec.step`)."""
+    ``limit`` in tokens holds, and lengths are multiples of ``step`` tokens (page, grid, spans and ratios: :meth:`CacheSpec.step`).
+    """
     last = max(0, tokens - 1 if limit is None else min(tokens - 1, limit)) // page_size
     return multiples(step // page_size, last)
 

@@ -100,7 +100,16 @@ class Digest:
     timeout_s: float = 30.0
 
 
-Record: TypeAlias = Move | Lookup | Compute | Digest
+@dataclass(frozen=True)
+class Clear:
+    """Empty L3 of everything. Outcome: no error when it is done."""
+
+    id: int
+    rid: str
+    timeout_s: float = 30.0
+
+
+Record: TypeAlias = Move | Lookup | Compute | Digest | Clear
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,19 @@ class Outcome:
     logprobs: tuple[float, ...] = ()
     digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One record over all ranks: bits intersected, digests as [rank] per slot, what the ranks agreed on, the first error."""
+
+    bits: tuple[int, ...] = ()
+    found: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    output: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    digests: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    error: str = ""
+    late: bool = False
 
 
 def slots_array(values: object = ()) -> Slots:

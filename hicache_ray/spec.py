@@ -55,7 +55,8 @@ class Field:
 
     def __post_init__(self) -> None:
         if min(self.heads, self.width, self.itemsize) < 1:
-            raise ConfigError(f"field {self.name!r} needs at least one head, item and byte; it has {self.heads}, {self.width}, {self.itemsize}")
+            have = f"{self.heads}, {self.width}, {self.itemsize}"
+            raise ConfigError(f"field {self.name!r} needs at least one head, item and byte; it has {have}")
         if self.shape and math.prod(self.shape) != self.width:
             raise ConfigError(f"field {self.name!r}: the shape {self.shape} does not hold {self.width} items")
 
@@ -120,8 +121,8 @@ class Component:
             return 1
         if page_size * self.page_span % self.ratio:
             raise ConfigError(
-                f"component {self.name!r}: a page of {page_size} x {self.page_span} tokens does not hold whole entries of {self.ratio} tokens; "
-                f"choose cache.page_size or page_span so that {self.ratio} divides it"
+                f"component {self.name!r}: a page of {page_size} x {self.page_span} tokens does not hold whole entries of {self.ratio} "
+                f"tokens; choose cache.page_size or page_span so that {self.ratio} divides it"
             )
         return page_size * self.page_span // self.ratio
 

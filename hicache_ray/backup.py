@@ -1,0 +1,70 @@
+"""Stage 7, backup: L1 to L2, and L2 to L3. It closes under the rule: what is copied can be resumed from without the tier above."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray import lengths
+from hicache_ray.index import ABSENT, from_bits
+from hicache_ray.residency import Residency
+from hicache_ray.resume import Match, Part
+from hicache_ray.spec import Kind, Tier
+
+
+def wanted(res: Residency, match: Match) -> tuple[Part, ...]:
+    """Device pages of a path that the host should have, as many as it has room for.
+
+    First, for the longest resume that the host can be given, exactly the pages that make it legal from the host alone; then, in what room
+    is left, the path's other windows and snapshots, the latest first. ``match.keys`` is the path.
+    """
+    missing = {}
+    for c in res.spec.components:
+        bits = match.present[Tier.DEVICE][c.name] & ~match.present[Tier.HOST][c.name]
+        missing[c.name] = from_bits(bits, len(match.keys))
+    room = {c.name: _room(res, match, c.name) for c in res.spec.components}
+    chosen = {name: np.zeros(len(match.keys), dtype=bool) for name in missing}
+    for k in lengths.members(match.lengths(Tier.DEVICE, Tier.HOST)):
+        closure = {c.name: _closure(missing[c.name], lengths.needed(c, k, res.spec.page_size)) for c in res.spec.components}
+        if all(int(flags.sum()) <= room[name] for name, flags in closure.items()):
+            chosen = closure
+            break
+    for name, flags in missing.items():
+        rest = np.flatnonzero(flags & ~chosen[name])
+        left = room[name] - int(chosen[name].sum())
+        # Deep full pages without their prefix are worth nothing: fill those from the root, everything else from the end.
+        pick = rest[:left] if res.spec[name].kind is Kind.FULL else rest[::-1][:left]
+        chosen[name][pick] = True
+        res.counters[(Tier.HOST, name)].refused += len(rest) - len(pick)
+    return _parts(Tier.DEVICE, chosen)
+
+
+def _room(res: Residency, match: Match, component: str) -> int:
+    """Slots the host can give without losing a page of the path itself."""
+    place = (Tier.HOST, component)
+    own = res.index.find(match.keys)
+    return res.room(place) - int(np.count_nonzero(res.idle(place, own)))
+
+
+def _closure(missing: npt.NDArray[np.bool_], pages: range) -> npt.NDArray[np.bool_]:
+    out = np.zeros(len(missing), dtype=bool)
+    out[list(pages)] = True
+    return out & missing
+
+
+def not_durable(res: Residency, keys: Sequence[bytes]) -> tuple[Part, ...]:
+    """Host pages among ``keys`` that L3 has not sealed."""
+    entries = res.index.find(keys)
+    flags = {}
+    for c in res.spec.components:
+        place = (Tier.HOST, c.name)
+        here = res.index.slots(place, entries) != ABSENT
+        here[here] = ~res.index.durable(place, entries[here])
+        flags[c.name] = here
+    return _parts(Tier.HOST, flags)
+
+
+def _parts(tier: Tier, flags: dict[str, npt.NDArray[np.bool_]]) -> tuple[Part, ...]:
+    return tuple(Part(name, tier, np.flatnonzero(f).astype(np.int32)) for name, f in flags.items() if f.any())

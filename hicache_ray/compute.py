@@ -1,0 +1,130 @@
+"""Stage 5, compute: the device slots that a request needs of its own, and the records that run it.
+
+A request owns, until it ends: the pages it fills, a slot for the running state of each state component, and a slot for each snapshot
+it will make. All are taken before the first token, so that nothing can run out half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache_ray import lengths
+from hicache_ray.lease import Lease
+from hicache_ray.records import Slots
+from hicache_ray.residency import Residency
+from hicache_ray.settings import Settings
+from hicache_ray.spec import CacheSpec, Component, Tier
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A request's lengths: resume at ``start``, ``prompt`` tokens given, ``end`` tokens in the cache when it is done."""
+
+    start: int
+    prompt: int
+    end: int
+
+    @classmethod
+    def of(cls, start: int, prompt: int, new_tokens: int) -> Shape:
+        return cls(start, prompt, prompt + max(new_tokens, 1) - 1)
+
+
+def snapshot_lengths(component: Component, settings: Settings, shape: Shape, page_size: int) -> tuple[int, ...]:
+    """Lengths at which a request makes snapshots: at every chunk boundary of the prompt, then at the track interval.
+
+    Under ``exact`` decode makes none that anybody could use: what decode made is not canonical.
+    """
+    stride = component.reach or settings.grid or page_size
+    prompt = range((shape.start // stride + 1) * stride, shape.prompt + 1, stride)
+    if settings.exact:
+        return tuple(prompt)
+    step = component.reach or settings.track_interval
+    return (*prompt, *range((max(shape.prompt, shape.start) // step + 1) * step, shape.end + 1, step))
+
+
+def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]:
+    """Device slots per component beside the pages it resumes from."""
+    out = {}
+    for c in spec.components:
+        if c.is_state:
+            out[c.name] = 1 + len(snapshot_lengths(c, settings, shape, spec.page_size))
+        else:
+            span = spec.page_size * c.page_span
+            out[c.name] = -(-shape.end // span) - shape.start // span
+    return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """The slots of a request that runs. ``own``: leases of its own pages, page order (states: snapshots in order, then live)."""
+
+    shape: Shape
+    tables: Mapping[str, Slots]
+    live: Mapping[str, int]
+    resume: Mapping[str, int]
+    snapshots: Mapping[str, tuple[tuple[int, int], ...]]
+    own: Mapping[str, Lease]
+
+    def snapshots_in(self, start: int, end: int) -> Mapping[str, tuple[tuple[int, int], ...]]:
+        """Those made while the cached length goes from ``start`` to ``end``."""
+        return {c: tuple((n, s) for n, s in pairs if start < n <= end) for c, pairs in self.snapshots.items()}
+
+
+def begin(res: Residency, settings: Settings, holder: str, keys: Sequence[bytes], shape: Shape) -> Run:
+    """Take the slots (there is room) and lay out the tables over what the request resumes from, which must be on the device."""
+    spec, wanted = res.spec, need(res.spec, settings, shape)
+    tables, live, resume, snapshots, own = {}, {}, {}, {}, {}
+    for c in spec.components:
+        place = (Tier.DEVICE, c.name)
+        lease = own[c.name] = res.leases.alloc(holder, place, wanted[c.name])
+        used = lengths.needed(c, shape.start // spec.page_size, spec.page_size)
+        cached = res.slots(place, res.index.find([keys[i] for i in used]))
+        if c.is_state:
+            made = snapshot_lengths(c, settings, shape, spec.page_size)
+            snapshots[c.name] = tuple(zip(made, lease.slots[:-1].tolist(), strict=True))
+            live[c.name] = int(lease.slots[-1])
+            if len(cached):
+                resume[c.name] = int(cached[0])
+        else:
+            before = shape.start // (spec.page_size * c.page_span)
+            table = np.full(before + len(lease.slots), -1, dtype=np.int32)
+            table[before - len(cached) : before] = cached
+            table[before:] = lease.slots
+            tables[c.name] = table
+    return Run(shape, tables, live, resume, snapshots, own)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Pages (snapshots) of one component that may be cached: their base page indices and the positions in the run's own lease."""
+
+    component: str
+    pages: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+def made(spec: CacheSpec, settings: Settings, run: Run, end: int) -> tuple[Made, ...]:
+    """What a run that has come to ``end`` cached tokens may publish. Under ``exact``: only what whole chunks of the grid have made."""
+    start, page = run.shape.start, spec.page_size
+    top = min(end, run.shape.prompt // settings.grid * settings.grid) if settings.exact else end
+    out = []
+    for c in spec.components:
+        if c.is_state:
+            good = [(n // page - 1, i) for i, (n, _) in enumerate(run.snapshots[c.name]) if n <= top and n % page == 0]
+        else:
+            span = c.page_span
+            own_pages = range(start // (page * span), top // (page * span))
+            good = [((j + 1) * span - 1, i) for i, j in enumerate(own_pages)]
+        out.append(Made(c.name, tuple(p for p, _ in good), tuple(i for _, i in good)))
+    return tuple(out)
+
+
+def decode_steps(prompt: int, sampled: int, new_tokens: int, page_size: int) -> int:
+    """Tokens to sample in the next decode record: up to the next page boundary of the cached length, so that no call is made in between."""
+    cached = prompt + sampled - 1
+    return min(page_size - cached % page_size, new_tokens - sampled)
+
+

@@ -1,0 +1,66 @@
+"""Stage 8, evict: who leaves a tier when room is needed. Chooses, and says who must be rescued to a lower tier first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from hicache_ray.index import ABSENT
+from hicache_ray.policy import Entries
+from hicache_ray.residency import LOCAL, Residency
+from hicache_ray.spec import Kind, Tier
+
+
+def choose(res: Residency, tier: Tier, need: Mapping[str, int]) -> Mapping[str, Entries] | None:
+    """Victims per component so that ``need`` slots are free; None where leased pages leave too little room. Changes nothing."""
+    out = {}
+    for component, count in need.items():
+        place = (tier, component)
+        short = count - res.pools[place].free
+        if short <= 0:
+            continue
+        victims = res.policies[place].victims(short, partial(res.idle, place))
+        if len(victims) < short:
+            return None
+        out[component] = victims
+    return out
+
+
+def only_here(res: Residency, victims: Mapping[str, Entries], tried: set[bytes]) -> Mapping[str, Entries]:
+    """Device victims that the host does not have: they are copied there first while it has room, so that no tier forgets for another.
+
+    ``tried``: keys of pages for which that was tried already.
+    """
+    out = {}
+    for component, entries in victims.items():
+        alone = res.index.slots((Tier.HOST, component), entries) == ABSENT
+        alone &= np.array([res.index.key(e) not in tried for e in entries.tolist()], dtype=bool)
+        if np.any(alone):
+            out[component] = entries[alone]
+    return out
+
+
+def drop(res: Residency, tier: Tier, victims: Mapping[str, Entries]) -> None:
+    """The victims leave the tier. Windows and snapshots that lose the page under them go next: nobody can resume there any more."""
+    for component, entries in victims.items():
+        if not len(entries):
+            continue
+        res.counters[(tier, component)].evictions += len(entries)
+        lost = entries[~res.index.durable((Tier.HOST, component), entries)]
+        res.withdraw((tier, component), entries)
+        if res.spec[component].kind is Kind.FULL:
+            _demote(res, component, lost)
+
+
+def _demote(res: Residency, component: str, entries: Entries) -> None:
+    alone = np.ones(len(entries), dtype=bool)
+    for tier in LOCAL:
+        alone &= res.index.slots((tier, component), entries) == ABSENT
+    gone = entries[alone]
+    for place, policy in res.policies.items():
+        if place[1] == component:
+            continue
+        here = gone[res.index.slots(place, gone) != ABSENT]
+        policy.demote(here)

@@ -1,0 +1,172 @@
+"""Performs what the core decides, for one rank: moves pages between its pools and L3, digests them, hands compute records to the engine.
+
+The same code runs in a rank actor and in the test kit. It never raises for a record: what failed is in the outcome, and a bit that is not
+set says that the page has not arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache_ray.copies import Copier, Mover
+from hicache_ray.digest import digest_pages
+from hicache_ray.errors import HiCacheError, StoreError
+from hicache_ray.keys import object_record, tag_of
+from hicache_ray.layout import CANONICAL
+from hicache_ray.pool import Pool, Pools
+from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, Record, Slots, Span
+from hicache_ray.spec import CacheSpec, Shard, Tier
+from hicache_ray.store import Store
+
+#: Bytes that a staging pool may hold where the host layout is not that of a stored object.
+STAGING_BYTES = 32 << 20
+
+
+def tags_of(spec: CacheSpec, recipe: Mapping[str, str]) -> Mapping[str, tuple[bytes, ...]]:
+    """The tag of each component on each rank."""
+    return {c.name: tuple(tag_of(object_record(spec, c, r, recipe)) for r in range(spec.ranks)) for c in spec.components}
+
+
+def describe(store: Store, spec: CacheSpec, recipe: Mapping[str, str], timeout_s: float) -> None:
+    """Leave readable records of this group's objects in the store, so that a miss can name the field that differs."""
+    for component in spec.components:
+        for rank in range(spec.ranks):
+            record = object_record(spec, component, rank, recipe)
+            store.describe(tag_of(record), record, timeout_s)
+
+
+def ask(store: Store, tags: Mapping[str, tuple[bytes, ...]], record: Lookup | Clear) -> Outcome:
+    """What L3 as a whole answers: which objects of all ranks exist, in one call; or that it is empty now."""
+    try:
+        if isinstance(record, Clear):
+            store.clear(record.timeout_s)
+            return Outcome()
+        wanted = list(dict.fromkeys(t for c in record.components for t in tags[c]))
+        answers = store.lookup(record.keys, wanted, record.timeout_s)
+        return Outcome(found={c: tuple(answers[t].hit for t in tags[c]) for c in record.components})
+    except StoreError as error:
+        return Outcome(error=str(error))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank is: its place in the group, its pools, its tags (component -> tag)."""
+
+    rank: int
+    spec: CacheSpec
+    pools: Pools
+    tags: Mapping[str, bytes]
+
+
+class Executor:
+    """Executes records for one rank. ``engine``: runs compute records. ``store``: None where L3 is not attached. ``clock``: seconds."""
+
+    def __init__(
+        self, rank: Rank, mover: Mover, store: Store | None, engine: Callable[[Compute], Outcome], clock: Callable[[], float]
+    ) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._mover = mover
+        self._engine = engine
+        self.store = store
+        self._copiers: dict[tuple[Tier, Tier, str], Copier] = {}
+        self._staging: dict[str, tuple[Pool, Copier, Copier]] = {}
+        for component in rank.spec.components:
+            host = rank.pools[Tier.HOST][component.name]
+            if not host.contiguous_pages:
+                self._staging[component.name] = self._stage(host)
+
+    def _stage(self, host: Pool) -> tuple[Pool, Copier, Copier]:
+        slots = max(1, min(host.slots, STAGING_BYTES // host.page_bytes))
+        pool = Pool(host.component, self._rank.spec.page_size, slots, CANONICAL)
+        return pool, Copier(host, pool, self._mover), Copier(pool, host, self._mover)
+
+    def execute(self, record: Record) -> Outcome:
+        """Do what the record says; partial success is in the bits, trouble in ``error``."""
+        try:
+            if isinstance(record, Compute):
+                return self._engine(record)
+            if isinstance(record, Digest):
+                device = self._rank.pools[Tier.DEVICE]
+                return Outcome(digests={c: digest_pages(device[c], slots.tolist()) for c, slots in record.slots.items()})
+            if isinstance(record, Move):
+                return self._move(record)
+        except StoreError as error:
+            return Outcome(error=str(error))
+        except HiCacheError as error:
+            return Outcome(error=f"rank {self._rank.rank}: {error}")
+        return Outcome(error=f"a rank does not execute {type(record).__name__} records")
+
+    def _move(self, record: Move) -> Outcome:
+        if Tier.STORAGE not in (record.source, record.target):
+            for span in record.spans:
+                self._copier(record.source, record.target, span.component).copy(span.source, span.target)
+            return Outcome(bits=tuple((1 << len(s)) - 1 for s in record.spans))
+        if self.store is None:
+            return Outcome(error="storage is not attached")
+        act = self._read if record.source is Tier.STORAGE else self._write
+        until = self._clock() + record.timeout_s
+        bits, error = [], ""
+        for span in record.spans:
+            try:
+                bits.append(0 if error else act(self.store, span, until))
+            except StoreError as failure:
+                # What moved before the failure is not claimed; the rest is not tried, the deadline is one for all.
+                bits.append(0)
+                error = str(failure)
+        return Outcome(bits=tuple(bits), error=error)
+
+    def _left(self, until: float) -> float:
+        return max(0.0, until - self._clock())
+
+    def _copier(self, source: Tier, target: Tier, component: str) -> Copier:
+        at = (source, target, component)
+        if at not in self._copiers:
+            self._copiers[at] = Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
+        return self._copiers[at]
+
+    def _write(self, store: Store, span: Span, until: float) -> int:
+        """L2 to L3. A replicated page is written by one rank, chosen by its key so that the work is spread."""
+        mine = [i for i, key in enumerate(span.keys) if self._writes(span.component, key)]
+        done = ((1 << len(span)) - 1) ^ sum(1 << i for i in mine)
+        for batch, views in self._views(span.component, mine, span.source, fill=True):
+            put = store.put(self._ids(span, batch), views, self._left(until))
+            done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
+        return done
+
+    def _read(self, store: Store, span: Span, until: float) -> int:
+        """L3 to L2."""
+        done = 0
+        staged = self._staging.get(span.component)
+        for batch, views in self._views(span.component, list(range(len(span))), span.target, fill=False):
+            got = store.get(self._ids(span, batch), views, self._left(until))
+            good = [j for j in range(len(batch)) if got >> j & 1]
+            if staged is not None and good:
+                staged[2].copy(np.asarray(good, dtype=np.int32), span.target[[batch[j] for j in good]])
+            done |= sum(1 << batch[j] for j in good)
+        return done
+
+    def _views(self, component: str, items: list[int], slots: Slots, fill: bool) -> Iterator[tuple[list[int], list[memoryview]]]:
+        """Batches of items with a view of each one's object: in place where the host layout allows it, else in a staging pool."""
+        staged = self._staging.get(component)
+        if staged is None:
+            host = self._rank.pools[Tier.HOST][component]
+            if items:
+                yield items, [host.page(int(slots[i])) for i in items]
+            return
+        pool, down, _ = staged
+        for start in range(0, len(items), pool.slots):
+            batch = items[start : start + pool.slots]
+            if fill:
+                down.copy(slots[batch], np.arange(len(batch), dtype=np.int32))
+            yield batch, [pool.page(j) for j in range(len(batch))]
+
+    def _writes(self, component: str, key: bytes) -> bool:
+        return self._rank.spec[component].shard is not Shard.REPLICATED or key[0] % self._rank.spec.ranks == self._rank.rank
+
+    def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
+        tag = self._rank.tags[span.component]
+        return [span.keys[i] + tag for i in items]

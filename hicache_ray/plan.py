@@ -1,0 +1,72 @@
+"""Stage 2, plan: how far to resume, and from which tier each page comes. The rule run backwards; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hicache_ray import lengths
+from hicache_ray.index import from_bits
+from hicache_ray.resume import ORDER, Limit, Match, Part, Plan
+from hicache_ray.spec import Tier
+
+
+def at(match: Match, k: int, limit: Limit = Limit.NONE) -> Plan:
+    """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows."""
+    parts = []
+    for component in match.spec.components:
+        pages = lengths.needed(component, k, match.spec.page_size)
+        wanted = sum(1 << i for i in pages) if pages.step > 1 else lengths.ones(pages.stop) & ~lengths.ones(pages.start)
+        if not pages:
+            continue
+        for tier in ORDER:
+            here = wanted & match.present.get(tier, {}).get(component.name, 0)
+            wanted ^= here
+            if here:
+                parts.append(Part(component.name, tier, np.flatnonzero(from_bits(here, k)).astype(np.int32)))
+    return Plan(k, tuple(parts), limit)
+
+
+def choose(match: Match, threshold: int, fits: Callable[[Plan], bool]) -> Plan:
+    """The longest legal resume that is worth it and that the host has room for.
+
+    ``threshold``: pages that storage must add at least. ``fits``: whether the host pools can take a plan's pages from storage.
+    """
+    local = match.longest(Tier.DEVICE, Tier.HOST)
+    limit = Limit.NONE if local == match.ceiling else Limit.ABSENT
+    for k in lengths.members(match.lengths(*ORDER)):
+        if k <= local:
+            break
+        if k - local < threshold:
+            limit = Limit.THRESHOLD
+            break
+        plan = at(match, k, Limit.NONE if k == match.ceiling else limit)
+        if fits(plan):
+            return plan
+        limit = Limit.HOST_ROOM
+    return at(match, local, limit)
+
+
+def with_sources(plan: Plan, origin: Mapping[tuple[str, int], Tier]) -> Plan:
+    """The same plan where the pages in ``origin`` (component, page) are said to come from another tier than the nearest."""
+    parts = []
+    for part in plan.parts:
+        tiers = [origin.get((part.component, page), part.tier) for page in part.pages.tolist()]
+        for tier in ORDER:
+            here = [page for page, at in zip(part.pages.tolist(), tiers, strict=True) if at is tier]
+            if here:
+                parts.append(Part(part.component, tier, np.asarray(here, dtype=np.int32)))
+    return replace(plan, parts=tuple(parts))
+
+
+def sources(plan: Plan) -> Mapping[Tier, int]:
+    """How many base pages of the resumed length each tier gives; a page whose components come from several counts for the farthest."""
+    farthest = np.full(plan.length, -1, dtype=np.int8)
+    for part in plan.parts:
+        np.maximum.at(farthest, part.pages, ORDER.index(part.tier))
+    # Pages that no component needs any more (behind a window, before a snapshot) came with the page that stands for them.
+    last = int(farthest[-1]) if plan.length else 0
+    farthest[farthest == -1] = last
+    return {tier: int(np.count_nonzero(farthest == i)) for i, tier in enumerate(ORDER)}

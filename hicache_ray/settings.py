@@ -1,0 +1,70 @@
+"""What the core needs to know of the configuration, and nothing else of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hicache_ray.errors import ConfigError
+from hicache_ray.spec import CacheSpec
+
+
+class WritePolicy(str, Enum):
+    """When a page is backed up from L1 to L2. From L2 it goes to L3 under every policy."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_BACK = "write_back"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Lengths in tokens, times in seconds.
+
+    ``grid``: chunk boundaries of the engine (0: none). ``exact``: resume on the grid from canonical bytes only. ``track_interval``:
+    distance of snapshots made during decode. ``storage``: whether L3 is attached. A read from L3 may take
+    ``prefetch_base_s + prefetch_per_1k_s * tokens / 1024``, at most ``prefetch_cap_s``.
+    """
+
+    grid: int = 256
+    exact: bool = True
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    track_interval: int = 256
+    storage: bool = True
+    prefetch_threshold: int = 256
+    lookup_deadline_s: float = 2.0
+    prefetch_base_s: float = 2.0
+    prefetch_per_1k_s: float = 0.1
+    prefetch_cap_s: float = 30.0
+    copy_deadline_s: float = 30.0
+    compute_deadline_s: float = 120.0
+    room_deadline_s: float = 30.0
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raise :class:`ConfigError` where settings and spec do not go together."""
+        page = spec.page_size
+        if self.grid % page:
+            near = _near(self.grid, page)
+            raise ConfigError(f"cache.grid is {self.grid}, which is not a multiple of cache.page_size {page}; choose {near}")
+        if self.exact and not self.grid:
+            raise ConfigError("cache.exact needs a grid; set cache.grid to a multiple of cache.page_size, or cache.exact to false")
+        if self.track_interval < 1 or self.track_interval % page:
+            raise ConfigError(
+                f"cache.track_interval is {self.track_interval}, which is not a multiple of cache.page_size {page}; "
+                f"choose {_near(self.track_interval, page)}"
+            )
+        for component in spec.components:
+            if component.role == "draft":
+                raise ConfigError(f"component {component.name!r} is a draft component; this version serves target components only")
+
+    def step(self, spec: CacheSpec) -> int:
+        """Tokens between the lengths from which a request may resume."""
+        return spec.step(self.grid if self.exact else None)
+
+    def read_deadline(self, tokens: int) -> float:
+        """How long a read of ``tokens`` tokens from L3 may take, in seconds."""
+        return min(self.prefetch_cap_s, self.prefetch_base_s + self.prefetch_per_1k_s * tokens / 1024)
+
+
+def _near(value: int, page: int) -> str:
+    low = max(page, value // page * page)
+    return f"{low} or {low + page}"

@@ -1,0 +1,460 @@
+"""The test kit: the production core in one process, with real CPU pools, real copies, a real store and a fake clock.
+
+A user reproduces a fault with it. :class:`Stack` is not a second model of the tier: it drives :class:`hicache_ray.group.Group` and one
+:class:`hicache_ray.executor.Executor` per rank, as the actors do; only the engine is a stand-in whose page content is a function of
+(component, rank, the tokens before and in the page), so that a wrong byte shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hicache_ray import lengths
+from hicache_ray.cache import Cache, Ended, Event, Job, Phase, Request, Sampled
+from hicache_ray.copies import Mover, choose
+from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
+from hicache_ray.executor import Executor, Rank, ask, describe, tags_of
+from hicache_ray.explain import differing_fields
+from hicache_ray.group import STORE, Envelope, Group
+from hicache_ray.keys import ANY, Namespace, as_tokens, page_keys
+from hicache_ray.match import match
+from hicache_ray.pool import Pool
+from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Tokens
+from hicache_ray.residency import Residency
+from hicache_ray.resume import ORDER
+from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
+from hicache_ray.storage.memory import MemoryStore
+from hicache_ray.storage.wrappers import FaultyStore
+
+TIERS: Mapping[str, Tier] = {"l1": Tier.DEVICE, "l2": Tier.HOST, "l3": Tier.STORAGE}
+KV = (Field("k", 2, 4), Field("v", 2, 4))
+STATE = (Field("conv", 1, 6), Field("recurrent", 2, 8, 4, "float32"))
+
+
+@dataclass
+class FakeClock:
+    """Seconds that pass only when somebody says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def _component(kind: Kind, reach: int, fields: Sequence[Field], more: Mapping[str, Any]) -> Component:
+    rest = dict(more)
+    layers = tuple(range(rest.pop("layers", 2)))
+    shard = Shard(rest.pop("shard", "heads"))
+    return Component("unnamed", kind, tuple(rest.pop("fields", fields)), layers, reach, shard=shard, **rest)
+
+
+def full(**more: Any) -> Component:
+    """All pages of [0, L). Options: ``role, lookahead, shard, page_span, ratio, layers`` (a number), ``fields``."""
+    return _component(Kind.FULL, 0, KV, more)
+
+
+def window(tokens: int, **more: Any) -> Component:
+    """The pages that touch the ``tokens`` tokens before L."""
+    return _component(Kind.WINDOW, tokens, KV, more)
+
+
+def chunked(tokens: int, **more: Any) -> Component:
+    """The pages of the chunk of ``tokens`` tokens that L is in."""
+    return _component(Kind.CHUNKED, tokens, KV, more)
+
+
+def state(every: int = 0, **more: Any) -> Component:
+    """A snapshot made at exactly L; the engine makes one every ``every`` tokens."""
+    return _component(Kind.STATE, every, STATE, more)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Resumable lengths in tokens: from each tier alone, and from all together. ``differs``: fields that kept L3 from being a hit."""
+
+    l1: int
+    l2: int
+    l3: int
+    reusable: int
+    differs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Poll:
+    """State of a prefetch: a :class:`Phase` value, or ``failed`` / ``cancelled``. ``tokens``: what may be promised to others."""
+
+    state: str
+    tokens: int
+    limit: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a finished request was served, in tokens."""
+
+    l1: int
+    l2: int
+    l3: int
+    computed: int
+
+
+@dataclass
+class ContentEngine:
+    """Stands in for a model on one rank: fills pages with bytes that name their own identity."""
+
+    rank: int
+    spec: CacheSpec
+    pools: Mapping[str, Pool]
+    prompts: Mapping[str, Tokens]
+
+    def content(self, component: Component, tokens: Tokens, end: int) -> bytes:
+        """Bytes of the page (snapshot) that ends with token ``end``: a function of component, rank and all tokens up to there."""
+        rank = 0 if component.shard is Shard.REPLICATED else self.rank
+        name = f"{component.name}/{rank}/".encode() + np.ascontiguousarray(tokens[:end], dtype="<i4").tobytes()
+        return hashlib.shake_128(name).digest(component.page_bytes(self.spec.page_size))
+
+    def write(self, component: Component, slot: int, content: bytes) -> None:
+        """Canonical bytes into a device slot of any layout."""
+        pool, at = self.pools[component.name], 0
+        for f in component.fields:
+            rows = pool.rows(f.name)[slot]
+            size = rows.numel()
+            raw = np.frombuffer(content, dtype=np.uint8, count=size, offset=at)
+            rows.numpy()[...] = raw.reshape(tuple(rows.shape))
+            at += size
+
+    def run(self, record: Compute) -> Outcome:
+        tokens = self.prompts[record.rid]
+        for c in self.spec.components:
+            if c.is_state:
+                for n, slot in record.snapshots.get(c.name, ()):
+                    self.write(c, slot, self.content(c, tokens, n))
+                continue
+            span = self.spec.page_size * c.page_span
+            for page in range(record.start // span, record.end // span):
+                self.write(c, int(record.tables[c.name][page]), self.content(c, tokens, (page + 1) * span))
+        first = record.start + len(record.feed)
+        output = tuple(int(t) for t in tokens[first : first + record.steps])
+        output += (0,) * (record.steps - len(output))
+        return Outcome(output=output, logprobs=(0.0,) * len(output))
+
+
+@dataclass
+class Stack:
+    """One cache group. Capacities in pages per component (snapshots: a page's worth each); see ``cases.md`` for the words."""
+
+    page: int = 64
+    pools: Mapping[str, Component] = field(default_factory=lambda: {"full": full()})
+    l1: int = 64
+    l2: int = 64
+    l3: int = 1024
+    write_policy: str = "write_through"
+    prefetch_policy: str = "wait_complete"
+    ranks: int = 1
+    exact: bool = False
+    grid: int | None = None
+    prefetch_threshold: int = 0
+    namespace: Mapping[str, str] = field(default_factory=dict)
+    store: FaultyStore | None = None
+    clock: FakeClock = field(default_factory=FakeClock)
+    recipe: Mapping[str, str] = field(default_factory=lambda: ANY)
+    layout: str = "page_first_direct"
+    max_requests: int = 1024
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list, init=False)
+    served: dict[str, Served] = field(default_factory=dict, init=False)
+    errors: dict[str, Exception] = field(default_factory=dict, init=False)
+    outputs: dict[str, list[int]] = field(default_factory=dict, init=False)
+    executed: list[list[Envelope]] = field(default_factory=list, init=False)
+    calls: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.prefetch_policy != "wait_complete":
+            raise ConfigError(f'prefetch_policy "{self.prefetch_policy}" is not in this version of the test kit; choose wait_complete')
+        self.spec = CacheSpec("test", self.page, tuple(replace(c, name=name) for name, c in self.pools.items()), self.ranks)
+        self.ns = self._namespace({})
+        capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, self.l1), (Tier.HOST, self.l2)) for c in self.spec.components}
+        policy = WritePolicy(self.write_policy)
+        core = Settings(
+            grid=self.grid or 0, exact=self.exact, write_policy=policy, track_interval=self.page,
+            prefetch_threshold=self.prefetch_threshold, **self.settings,
+        )  # fmt: skip
+        self.res = Residency(self.spec, capacity)
+        self.cache = Cache(self.res, core)
+        self.group = Group(self.cache, self.clock, max_requests=self.max_requests)
+        page_bytes = sum(c.page_bytes(self.page) for c in self.spec.components) * self.ranks
+        if self.store is None:
+            self.store = FaultyStore(MemoryStore(self.l3 * page_bytes), wait=self.clock.advance)
+        self.tags = tags_of(self.spec, self.recipe)
+        describe(self.store, self.spec, self.recipe, 1.0)
+        self._prompts: dict[str, Tokens] = {}
+        self._jobs: dict[str, Job] = {}
+        self._next = 0
+        self._inbox: list[Envelope] = []
+        self._faults: list[tuple[Tier, Tier, str, int]] = []
+        mover = Mover(choose("auto", "cpu", self.layout), threads=1)
+        self.executed = [[] for _ in range(self.ranks)]
+        self._engines, self._executors = [], []
+        for rank in range(self.ranks):
+            at = {
+                tier: {c.name: Pool(c, self.page, n, layout) for c in self.spec.components}
+                for tier, n, layout in ((Tier.DEVICE, self.l1, "layer_first"), (Tier.HOST, self.l2, self.layout))
+            }
+            engine = ContentEngine(rank, self.spec, at[Tier.DEVICE], self._prompts)
+            me = Rank(rank, self.spec, at, {name: tags[rank] for name, tags in self.tags.items()})
+            self._engines.append(engine)
+            self._executors.append(Executor(me, mover, self.store, engine.run, self.clock))
+
+    # -- requests -----------------------------------------------------------------------------------------------------------------
+
+    def put(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> Served:
+        """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change.
+
+        Its backup is under way when this returns; :meth:`settle` lets it complete.
+        """
+        rid = self.begin(tokens, rid, decoded, **more)
+        while rid not in self.served and rid not in self.errors:
+            if not self._round():
+                raise HiCacheError(f"request {rid} waits for something that nothing under way will bring")
+        if rid in self.errors:
+            raise self.errors[rid]
+        return self.served[rid]
+
+    def begin(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> str:
+        """The same, only begun; it moves with :meth:`step` and :meth:`settle`."""
+        request = self._request(tokens, rid, decoded, more.get("namespace", {}), more.get("limit"))
+        self._jobs[request.rid] = self.group.submit(request)
+        self._collect()
+        return request.rid
+
+    def prefetch(self, rid: str, tokens: Iterable[int], **more: Any) -> Poll:
+        """L3 to L2, begun."""
+        request = self._request(tokens, rid, 0, more.get("namespace", {}), more.get("limit"))
+        self._jobs[rid] = self.group.prefetch(request)
+        self._collect()
+        return self.poll(rid)
+
+    def poll(self, rid: str) -> Poll:
+        job = self._jobs[rid]
+        state: str = job.phase.value
+        if rid in self.errors:
+            state = "cancelled" if isinstance(self.errors[rid], Cancelled) else "failed"
+        return Poll(state, 0 if rid in self.errors else job.promised, job.limit.value)
+
+    def load(self, rid: str) -> int:
+        """L2 to L1 of a prefetched prompt; returns the length it can resume from, in tokens."""
+        while self._jobs[rid].phase in (Phase.QUEUED, Phase.LOOKUP, Phase.FETCHING) and self._round():
+            pass
+        self.group.proceed(rid)
+        self._collect()
+        while self._jobs[rid].phase is not Phase.DONE and rid not in self.errors and self._round():
+            pass
+        if rid in self.errors:
+            raise self.errors[rid]
+        return self._jobs[rid].promised
+
+    def abort(self, rid: str) -> None:
+        """Give up, at any point."""
+        self.group.cancel(rid)
+        self._collect()
+
+    # -- time -----------------------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let everything pending complete."""
+        while self._round():
+            pass
+
+    def step(self, seconds: float = 0.0) -> None:
+        """Let the clock advance, and every rank execute what it has been given so far."""
+        self.clock.advance(seconds)
+        self.group.tick()
+        self._collect()
+        pending, self._inbox = self._inbox, []
+        for envelope in pending:
+            self.run(envelope)
+
+    def pending(self) -> list[Envelope]:
+        """Envelopes that no rank has executed yet: a test may run them in an order of its own, each once, with :meth:`run`."""
+        out, self._inbox = self._inbox, []
+        return out
+
+    def run(self, envelope: Envelope) -> None:
+        """One rank executes one record and reports it."""
+        self.report(envelope, self.execute(envelope))
+
+    def execute(self, envelope: Envelope) -> Outcome:
+        """What the rank does; the report is left to the caller (:meth:`report`)."""
+        record = envelope.record
+        self.calls += 1
+        assert self.store is not None
+        if envelope.rank == STORE:
+            assert isinstance(record, Lookup | Clear)
+            return ask(self.store, self.tags, record)
+        self.executed[envelope.rank].append(envelope)
+        outcome = self._executors[envelope.rank].execute(record)
+        return self._spoil(record, outcome) if isinstance(record, Move) else outcome
+
+    def report(self, envelope: Envelope, outcome: Outcome) -> None:
+        self.group.report(envelope.rank, envelope.record.id, envelope.incarnation, outcome)
+        self._collect()
+
+    def fail_copy(self, source: str, target: str, pool: str, item: int) -> None:
+        """The next copy between these tiers fails for its ``item``-th page of ``pool``, on every rank."""
+        self._faults.append((TIERS[source], TIERS[target], pool, item))
+
+    def _spoil(self, record: Move, outcome: Outcome) -> Outcome:
+        bits = list(outcome.bits)
+        for fault in list(self._faults):
+            source, target, pool, item = fault
+            for i, span in enumerate(record.spans):
+                if (record.source, record.target, span.component) == (source, target, pool):
+                    bits[i] &= ~(1 << item)
+                    self._faults.remove(fault)
+        return replace(outcome, bits=tuple(bits))
+
+    def _round(self) -> bool:
+        """One step, or where only a deadline is left, the way to it. False when nothing is under way."""
+        self._collect()
+        if not self._inbox:
+            deadline = self.group.next_deadline()
+            if deadline is None:
+                return False
+            self.clock.advance(max(0.0, deadline - self.clock()))
+        self.step()
+        return True
+
+    def _collect(self) -> None:
+        self._inbox += self.group.take()
+        for event in self.group.events():
+            self.events.append(event)
+            if isinstance(event, Sampled):
+                self.outputs.setdefault(event.rid, []).extend(event.tokens)
+            elif isinstance(event, Ended) and event.error is not None:
+                self.errors[event.rid] = event.error
+            elif isinstance(event, Ended) and event.report is not None:
+                r = event.report
+                self.served[event.rid] = Served(r.device, r.host, r.storage, r.computed)
+
+    # -- questions ------------------------------------------------------------------------------------------------------------------
+
+    def probe(self, tokens: Iterable[int], limit: int | None = None, **more: Any) -> Probe:
+        """How far a request could resume. Changes nothing."""
+        tokens, ns = as_tokens(list(tokens)), self._namespace(more.get("namespace", {}))
+        found = match(self.res, page_keys(ns, tokens), self.cache.allowed(len(tokens), limit))
+        assert self.store is not None
+        answer = ask(self.store, self.tags, Lookup(0, "probe", found.keys, tuple(self.pools)))
+        found = found.with_storage(answer.found)
+        l1, l2, l3 = (found.longest(t) * self.page for t in ORDER)
+        differs: tuple[str, ...] = ()
+        if l3 < lengths.longest(found.allowed) * self.page:
+            differs = differing_fields(self.store, ns, tokens, self.spec, self.recipe)
+        return Probe(l1, l2, l3, found.longest(*ORDER) * self.page, differs)
+
+    def have(self, tier: str, pool: str, tokens: Iterable[int], rank: int = 0) -> set[int]:
+        """Page indices (of states: lengths) of a path that a tier has."""
+        keys = page_keys(self.ns, as_tokens(list(tokens)))
+        if TIERS[tier] is Tier.STORAGE:
+            assert self.store is not None
+            tag = self.tags[pool][rank]
+            bits = self.store.lookup(keys, [tag], 1.0)[tag].hit
+        else:
+            bits = self.res.index.present((TIERS[tier], pool), self.res.index.find(keys))
+        return {self._number(pool, i) for i in range(len(keys)) if bits >> i & 1}
+
+    def drop(self, tier: str, pool: str, tokens: Iterable[int], which: Iterable[int], rank: int | None = None) -> None:
+        """Remove some pages (lengths) of a path from a tier; from L3 on one rank or on all."""
+        keys = page_keys(self.ns, as_tokens(list(tokens)))
+        chosen = [keys[self._index(pool, w)] for w in which]
+        if TIERS[tier] is not Tier.STORAGE:
+            self.res.withdraw((TIERS[tier], pool), self.res.index.find(chosen))
+            return
+        assert self.store is not None
+        for tag in self.tags[pool] if rank is None else (self.tags[pool][rank],):
+            self.store.drop([k + tag for k in chosen], 1.0)
+
+    def read(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
+        """Bytes of what the longest resume from the device would use of a pool, in canonical order."""
+        tokens = as_tokens(list(tokens))
+        keys = page_keys(self.ns, tokens)
+        used = self._used(tokens, pool)
+        slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find([keys[i] for i in used]))
+        device = self._engines[rank].pools[pool]
+        rows = [device.rows(f.name) for f in self.spec[pool].fields]
+        return b"".join(row[int(s)].contiguous().numpy().tobytes() for s in slots for row in rows)
+
+    def made(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
+        """The bytes that a recompute would give in the place of :meth:`read`."""
+        tokens = as_tokens(list(tokens))
+        engine = self._engines[rank]
+        return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in self._used(tokens, pool))
+
+    def _used(self, tokens: Tokens, pool: str) -> range:
+        found = match(self.res, page_keys(self.ns, tokens), self.cache.allowed(len(tokens)))
+        return lengths.needed(self.spec[pool], found.longest(Tier.DEVICE), self.page)
+
+    # -- force ----------------------------------------------------------------------------------------------------------------------
+
+    def evict_l1(self, pages: int) -> None:
+        """Free at least that many slots of every device pool by policy (as many as it has)."""
+        self.evict("l1", dict.fromkeys(self.pools, pages))
+
+    def evict_l2(self, pages: int) -> None:
+        self.evict("l2", dict.fromkeys(self.pools, pages))
+
+    def evict(self, tier: str, need: Mapping[str, int]) -> None:
+        """Afterwards ``need`` slots per pool are free in a tier, or all that can be."""
+        self.group.evict(TIERS[tier], {name: min(n, self.res.room((TIERS[tier], name))) for name, n in need.items()})
+        self._collect()
+        self.settle()
+
+    def flush(self, l1: bool = True, l2: bool = True, l3: bool = False, timeout: float | None = None) -> None:
+        """Empty tiers. Raises :class:`~hicache_ray.errors.Busy` while requests run and there is no ``timeout``."""
+        name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout)
+        self._collect()
+        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
+            if not self._round():
+                raise HiCacheError("the flush waits for something that nothing under way will bring")
+        if name in self.errors:
+            raise self.errors[name]
+
+    def audit(self) -> None:
+        """Raises unless every count, lease and link is consistent."""
+        self.group.check()
+        for executed in self.executed[1:]:
+            mine = [e.record.id for e in executed]
+            first = [e.record.id for e in self.executed[0]]
+            if mine[: len(first)] != first[: len(mine)]:
+                raise HiCacheError("two ranks have executed records in different orders")
+
+    # -- small things ---------------------------------------------------------------------------------------------------------------
+
+    def _namespace(self, more: Mapping[str, str]) -> Namespace:
+        return Namespace(**{"model": "test", "page_size": self.page, **self.namespace, **more})  # type: ignore[arg-type]
+
+    def _request(self, tokens: Iterable[int], rid: str | None, decoded: int, namespace: Mapping[str, str], limit: int | None) -> Request:
+        tokens = as_tokens(list(tokens))
+        self._next += 1
+        name = rid or f"request {self._next}"
+        for outcome in (self.served, self.errors, self.outputs):
+            outcome.pop(name, None)
+        self._prompts[name] = tokens
+        ns = self._namespace(namespace)
+        assert self.store is not None
+        self.store.describe(ns.digest(), ns.record(), 1.0)
+        return Request(name, tokens[: len(tokens) - decoded], ns, decoded + 1, limit)
+
+    def _number(self, pool: str, index: int) -> int:
+        return (index + 1) * self.page if self.spec[pool].is_state else index
+
+    def _index(self, pool: str, number: int) -> int:
+        return number // self.page - 1 if self.spec[pool].is_state else number

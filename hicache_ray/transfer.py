@@ -1,0 +1,92 @@
+"""Pages on their way from one tier to another: which, from which slots, into which leased slots, and what arrived.
+
+Prefetch, load and backup are the same motion between other tiers. Nothing becomes visible before its completion; a failed completion clears
+exactly its own bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.index import from_bits
+from hicache_ray.lease import Lease
+from hicache_ray.records import Slots, Span, slots_array
+from hicache_ray.residency import Residency
+from hicache_ray.resume import Part
+from hicache_ray.spec import Tier
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One component of a transfer. ``keys`` name the pages; source and target slots are leased (storage has none)."""
+
+    component: str
+    pages: npt.NDArray[np.int32]
+    keys: tuple[bytes, ...]
+    source: Lease | None
+    target: Lease | None
+
+    def span(self) -> Span:
+        none = slots_array()
+        source: Slots = self.source.slots if self.source else none
+        target: Slots = self.target.slots if self.target else none
+        keys = self.keys if self.source is None or self.target is None else ()
+        return Span(self.component, source, target, keys)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What moves between two tiers for one holder. Give its leases back with :func:`close` whatever happens."""
+
+    source: Tier
+    target: Tier
+    legs: tuple[Leg, ...]
+
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(leg.span() for leg in self.legs)
+
+    def __bool__(self) -> bool:
+        return any(len(leg.keys) for leg in self.legs)
+
+
+def begin(res: Residency, holder: str, target: Tier, parts: Sequence[Part], keys: Sequence[bytes]) -> Transfer:
+    """Lease the source pages and as many free slots in ``target`` (the caller has made room). All parts come from one tier."""
+    legs = []
+    source = parts[0].tier if parts else target
+    for part in parts:
+        names = tuple(keys[i] for i in part.pages.tolist())
+        give = take = None
+        if source is not Tier.STORAGE:
+            place = (source, part.component)
+            give = res.leases.take(holder, place, res.slots(place, res.index.find(names)))
+        if target is not Tier.STORAGE:
+            take = res.leases.alloc(holder, (target, part.component), len(names))
+        legs.append(Leg(part.component, part.pages, names, give, take))
+    return Transfer(source, target, tuple(legs))
+
+
+def arrive(res: Residency, transfer: Transfer, bits: Sequence[int], keep: Sequence[int] | None = None) -> None:
+    """Publish what has arrived: items of leg ``i`` in ``bits[i]``, and in ``keep[i]`` (bits over base pages) where given."""
+    for i, leg in enumerate(transfer.legs):
+        if leg.target is None:
+            continue
+        flags = from_bits(bits[i], len(leg.keys))
+        if keep is not None:
+            top = int(leg.pages[-1]) + 1 if len(leg.pages) else 0
+            flags &= from_bits(keep[i], top)[leg.pages]
+        place = (transfer.target, leg.component)
+        part = Lease(leg.target.id, leg.target.holder, place, leg.target.slots[flags])
+        entries = res.publish(place, [k for k, f in zip(leg.keys, flags, strict=True) if f], part)
+        res.touch(place, entries)
+
+
+def close(res: Residency, transfer: Transfer) -> None:
+    """Give all leases back; slots that did not become visible are free."""
+    for leg in transfer.legs:
+        for lease in (leg.source, leg.target):
+            if lease is not None:
+                res.leases.release(lease)
