@@ -157,13 +157,13 @@ class Job:
     def cuts(self, shares: int) -> list[int]:
         """Units at which ``shares`` equal parts (in bytes) begin, and the end."""
         outer = int(self.loops[0, 0])
-        ends = np.cumsum(self.size)
+        ends = np.cumsum(self.size) * outer
         out = [0]
         for k in range(1, shares):
             at = int(ends[-1]) * k // shares
             piece = int(np.searchsorted(ends, at, side="right"))
-            into = at - int(ends[piece]) + int(self.size[piece])
-            out.append(piece * outer + into * outer // int(self.size[piece]))
+            run = int(self.size[piece])
+            out.append(piece * outer + (at - int(ends[piece]) + run * outer) // run)
         return [*out, len(self.size) * outer]
 
 
@@ -249,18 +249,16 @@ def _job(step: Strided, loops: Ints, slots: tuple[Ints, Ints], bases: tuple[int,
 
 
 def move_with_numpy(source: Ints, target: Ints, size: Ints, loops: Ints, stream: bool, begin: int, end: int) -> None:
-    """What :func:`hicache_ray.copies_cpu.move` does, one strided numpy copy per unit. numpy releases the GIL as well, and never streams."""
-    outer = int(loops[0, 0])
-    shape = (int(loops[1, 0]), int(loops[2, 0]))
+    """What :func:`hicache_ray.copies_cpu.move` does, one strided numpy copy per piece. numpy releases the GIL as well; it never streams."""
+    outer, middle, inner = (int(count) for count in loops[:, 0])
 
-    def array(address: int, run: int, side: int) -> npt.NDArray[np.uint8]:
-        strides = (int(loops[1, side]), int(loops[2, side]), 1)
-        span = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=False)) + run
-        memory = memoryview((ctypes.c_uint8 * span).from_address(address))
-        return np.ndarray((*shape, run), np.uint8, memory, 0, strides)
+    def array(address: int, shape: tuple[int, int, int, int], side: int) -> npt.NDArray[np.uint8]:
+        strides = (*(int(stride) for stride in loops[:, side]), 1)
+        span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        return np.ndarray(shape, np.uint8, memoryview((ctypes.c_uint8 * span).from_address(address)), 0, strides)
 
-    for unit in range(begin, end):
-        piece, index = divmod(unit, outer)
-        run = int(size[piece])
-        to = array(int(target[piece] + index * loops[0, 2]), run, 2)
-        np.copyto(to, array(int(source[piece] + index * loops[0, 1]), run, 1))
+    for piece in range(begin // outer, -(-end // outer)):
+        first, last = max(begin - piece * outer, 0), min(end - piece * outer, outer)
+        shape = (last - first, middle, inner, int(size[piece]))
+        of = array(int(source[piece] + first * loops[0, 1]), shape, 1)
+        np.copyto(array(int(target[piece] + first * loops[0, 2]), shape, 2), of)

@@ -119,13 +119,14 @@ class Strided:
 def copy_plan(source: tuple[View, ...], target: tuple[View, ...], geometry: Geometry) -> tuple[Strided, ...]:
     """How a page moves between two pools of one geometry: one strided copy per field, or fewer where fields adjoin on both sides.
 
-    Loops run in the order of the target's bytes, so that non-temporal stores fill whole lines one after the other.
+    Loops run in the order of the source's bytes: with short runs, reading in order and scattering the writes is up to three times as
+    fast as the reverse (measured between all layouts, runs of 256 bytes to 128 KiB).
     """
     out: list[Strided] = []
     for s, t in zip(source, target, strict=True):
         axes = [(geometry.extent(a, 1), getattr(s, a), getattr(t, a)) for a in ("layer", "token", "head")]
         loops = [Loop(n, x, y) for n, x, y in axes if n > 1]
-        loops.sort(key=lambda loop: (loop.target, loop.source), reverse=True)
+        loops.sort(key=lambda loop: (loop.source, loop.target), reverse=True)
         out.append(_coalesce(Strided(tuple(loops), s.row, s.offset, s.page, t.offset, t.page)))
         # A field that continues the one before it, step for step, is the same copy with longer runs.
         while len(out) > 1 and _continues(out[-2], out[-1]):
