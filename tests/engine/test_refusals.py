@@ -81,17 +81,20 @@ def test_a_window_page_that_is_read_must_have_a_slot(windowed: Loaded) -> None:
     assert rig.run(good) == before
 
 
-def test_a_window_page_that_nobody_reads_is_not_written(windowed: Loaded) -> None:
-    """In one chunk the window reads no page: only those behind it that later requests want need a slot."""
+@pytest.mark.parametrize(("count", "steps", "page"), [(COUNT, 1, 0), (2 * GRID, 2, 2 * GRID // PAGE)])
+def test_a_window_page_that_nobody_reads_is_not_written(windowed: Loaded, count: int, steps: int, page: int) -> None:
+    """In one chunk the window reads no page, and the last token's page is read by later requests only; no other slot is touched."""
     rig = Rig(windowed)
-    whole = rig.record(prompt(COUNT), 1, grid=0)
+    whole = rig.record(prompt(count), steps, grid=0)
     want = rig.run(whole)
-    for pool in rig.pools.values():
-        pool.buffer.fill_(255)
-    got = rig.run(_without_page(whole, "window", 0))
+    pool = rig.pools["window"]
+    pool.buffer.fill_(255)
+    part = _without_page(whole, "window", page)
+    got = rig.run(part)
     assert got.outcome == want.outcome
-    assert got.digests == {k: v for k, v in want.digests.items() if k != ("window", PAGE)}
-    assert bool((rig.pools["window"].rows("k")[whole.tables["window"][0]] == 255).all())
+    assert got.digests == {k: v for k, v in want.digests.items() if k != ("window", (page + 1) * PAGE)}
+    written = {slot for slot in range(pool.slots) if not bool((pool.rows("k")[slot] == 255).all())}
+    assert written == {int(slot) for slot in part.tables["window"] if slot >= 0}
 
 
 def test_a_forward_that_fails_leaves_the_engine_usable(hybrid: Loaded) -> None:

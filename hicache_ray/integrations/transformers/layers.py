@@ -87,13 +87,9 @@ class Table:
 
     def gather(self, pool: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """What the chunk attends to: the past from its pages, then ``new``; contiguous [1, heads, past + count, width]."""
-        _, heads, count, width = new.shape
-        out = new.new_empty((1, heads, self.past + count, width))
-        out[:, :, self.past :] = new
-        if self.past:
-            pages = pool.index_select(0, self.read).flatten(0, 1)
-            out[0, :, : self.past] = pages[self.skip : self.skip + self.past].transpose(0, 1)
-        return out
+        past = pool.index_select(0, self.read).flatten(0, 1)[self.skip : self.skip + self.past]
+        # The same call as DynamicCache's, also where there is no past: a fresh contiguous tensor.
+        return torch.cat([past.transpose(0, 1)[None], new], dim=-2)
 
 
 class PagedLayer(CacheLayerMixin):
