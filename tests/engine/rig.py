@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hicache_ray.integrations.transformers import Engine, Loaded, build, chunks, digest_pages, make_weights
+from hicache_ray.digest import digest_pages
+from hicache_ray.integrations.transformers import Engine, Loaded, build, chunks, make_weights
 from hicache_ray.pool import Pool
 from hicache_ray.records import Compute, Outcome, Slots, Tokens, slots_array
 
@@ -90,6 +91,7 @@ class Rig:
         tables = {c.name: self.table(c.name, pages, shift) for c in self.spec.components if not c.is_state}
         for name, table in tables.items():
             table[: self.spec[name].lo(start) // PAGE] = -1
+            table.flags.writeable = False  # as arrays are that come from another process
         states = [c.name for c in self.spec.components if c.is_state]
         live = {name: int(self.order[name][-1]) for name in states}
         resume = {name: self.snapshot_slot(name, start, shift) for name in states} if start else {}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_ray.integrations.transformers import Loaded, digest_pages
+from hicache_ray.digest import digest_pages
+from hicache_ray.integrations.transformers import Loaded
 from tests.engine.rig import ELSEWHERE, FAMILIES, GRID, PAGE, Rig, load, plain, prompt
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("error:.*not writable:UserWarning")]
 
 
 @pytest.fixture(scope="module", autouse=True)

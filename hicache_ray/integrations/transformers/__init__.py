@@ -1,6 +1,5 @@
 """The engine on Hugging Face transformers: models whose caches live in the tier's device pools."""
 
-from hicache_ray.integrations.transformers.digest import digest_pages
 from hicache_ray.integrations.transformers.engine import Engine, Ran, chunks
 from hicache_ray.integrations.transformers.models import Loaded, build, make_weights, read_config
 from hicache_ray.integrations.transformers.tp import TpConfig, join, leave, shard
@@ -12,7 +11,6 @@ __all__ = [
     "TpConfig",
     "build",
     "chunks",
-    "digest_pages",
     "join",
     "leave",
     "make_weights",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
@@ -83,7 +84,8 @@ class Engine:
         """Prefill on the grid, then one token a step. All but the last sampled token enter the cache."""
         self._begin(record)
         stop = record.start + len(record.feed)
-        feed = torch.as_tensor(record.feed, dtype=torch.int64, device=self.model.device)[None]
+        # Copied: records may come in read-only memory, which torch does not wrap.
+        feed = torch.from_numpy(np.array(record.feed, dtype=np.int64)).to(self.model.device)[None]
         prefill: list[int] = []
         logits = torch.empty(0)
         for start, end in chunks(record.start, stop, record.grid):

@@ -40,7 +40,7 @@ class Table:
 
     def begin(self, slots: Slots) -> None:
         """Take the table of a new request: slot per page, -1 for a page that is neither read nor written."""
-        self._known = np.asarray(slots, dtype=np.int64)
+        self._known = np.array(slots, dtype=np.int64)
         self.slots = torch.from_numpy(self._known).to(self.device)
         self.start = self.past = self.skip = 0
         self.read = self.slots[:0]

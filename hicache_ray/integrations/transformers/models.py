@@ -102,7 +102,7 @@ def build(folder: str | Path, page_size: int, dtype: str = "float32", rank: int 
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             f'model.path is "{folder}", which lacks {len(missing)} weights of "{config.model_type}" ({missing[0]}, ...); '
-            "give a complete folder"
+            "give the complete folder of a text model"
         )
     tp.shard(model.eval(), rank, world)
     return Loaded(model, spec)
