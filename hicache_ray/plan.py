@@ -67,6 +67,7 @@ def sources(plan: Plan) -> Mapping[Tier, int]:
     for part in plan.parts:
         np.maximum.at(farthest, part.pages, ORDER.index(part.tier))
     # Pages that no component needs any more (behind a window, before a snapshot) came with the page that stands for them.
-    last = int(farthest[-1]) if plan.length else 0
+    # A resume at the end of a chunk may need nothing at all (chunked layers alone); then nothing had to come from farther than the device.
+    last = max(int(farthest[-1]), 0) if plan.length else 0
     farthest[farthest == -1] = last
     return {tier: int(np.count_nonzero(farthest == i)) for i, tier in enumerate(ORDER)}
