@@ -11,7 +11,7 @@ The only module that will ever touch CUDA; this version copies on CPUs. Three pa
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
@@ -31,10 +31,11 @@ Move: TypeAlias = Callable[[Ints, Ints, Ints, Ints, bool, int, int], None]
 
 #: What the configuration may say. ``kernel`` is SGLang's name for copies by a CUDA kernel.
 SETTINGS = ("auto", "direct", "kernel")
-#: Longer runs are cut, so that threads get equal shares.
+#: Longer runs are cut, so that parts are equal.
 PIECE_BYTES = 1 << 20
-#: A thread is woken for at least this much: waking one costs as much as copying some 200 KiB.
-SHARE_BYTES = 1 << 18
+#: A copy is done in parts of at least this much (waking a thread costs as much as copying some 200 KiB), and in so many per thread at most.
+PART_BYTES = 1 << 18
+PARTS = 8
 #: Copies of at least this much go past the caches, which would not hold them anyway.
 STREAM_BYTES = 1 << 22
 
@@ -116,28 +117,35 @@ class Mover:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
-    def move(self, jobs: list[Job]) -> None:
-        """Copy the units of all ``jobs``, each thread an equal share of the bytes. Raises :class:`HiCacheError` after ``timeout_s``."""
+    def move(self, jobs: Sequence[Job]) -> None:
+        """Copy the units of all ``jobs``. Raises :class:`HiCacheError` when other threads take longer than ``timeout_s``.
+
+        Threads take the next part when they have done one, so that one that gets no core takes none.
+        """
         size = sum(job.bytes for job in jobs)
         stream = size >= STREAM_BYTES
-        shares = max(1, min(self.threads, size // SHARE_BYTES))
-        cuts = [job.cuts(shares) for job in jobs]
+        parts = max(1, min(self.threads * PARTS, size // PART_BYTES))
+        cuts = [job.cuts(parts) for job in jobs]
+        tickets = iter(range(parts))
 
-        def part(k: int) -> None:
-            for job, cut in zip(jobs, cuts, strict=True):
-                self._move(job.source, job.target, job.size, job.loops, stream, cut[k], cut[k + 1])
+        def work() -> None:
+            for k in tickets:
+                for job, cut in zip(jobs, cuts, strict=True):
+                    self._move(job.source, job.target, job.size, job.loops, stream, cut[k], cut[k + 1])
 
         with self._lock:
             if self._closed:
                 raise HiCacheError("the mover is closed; open a new one before copying")
-            others = [self._pool.submit(part, k) for k in range(1, shares)] if self._pool is not None else []
+            others = [self._pool.submit(work) for _ in range(min(self.threads, parts) - 1)] if self._pool is not None else []
         try:
-            part(0)
+            work()
         finally:
-            _, late = wait(others, self.timeout_s)
+            # A job that has not begun finds nothing to do.
+            begun = [other for other in others if not other.cancel()]
+            _, late = wait(begun, self.timeout_s)
         if late:
             raise HiCacheError(f"a copy did not finish within {self.timeout_s} s; do not use its slots again before the mover is closed")
-        for other in others:
+        for other in begun:
             other.result(0)
 
 
@@ -154,13 +162,13 @@ class Job:
     def bytes(self) -> int:
         return int(self.size.sum()) * int(self.loops[:, 0].prod())
 
-    def cuts(self, shares: int) -> list[int]:
-        """Units at which ``shares`` equal parts (in bytes) begin, and the end."""
+    def cuts(self, parts: int) -> list[int]:
+        """Units at which ``parts`` equal parts (in bytes) begin, and the end."""
         outer = int(self.loops[0, 0])
         ends = np.cumsum(self.size) * outer
         out = [0]
-        for k in range(1, shares):
-            at = int(ends[-1]) * k // shares
+        for k in range(1, parts):
+            at = int(ends[-1]) * k // parts
             piece = int(np.searchsorted(ends, at, side="right"))
             run = int(self.size[piece])
             out.append(piece * outer + (at - int(ends[piece]) + run * outer) // run)

@@ -86,7 +86,7 @@ def _stream(to: int, of: int, run: int) -> None:
     lines = (run - head) // _LINE
     for k in range(lines):
         _prefetch(of + head + k * _LINE + _AHEAD)  # type: ignore[call-arg]
-        _stream_line(to + head + k * _LINE, of + head + k * _LINE)  # type: ignore[call-arg]
+        _stream_line(to + head + k * _LINE, of + head + k * _LINE)
     done = head + lines * _LINE
     if done < run:
         _memcpy(to + done, of + done, run - done)  # type: ignore[call-arg]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
-from threading import Event
+from collections.abc import Callable, Iterator
+from threading import Event, current_thread, main_thread
 
 import numpy as np
 import pytest
@@ -246,31 +246,44 @@ def test_a_closed_mover_refuses_copies() -> None:
         Mover(DIRECT, threads=0)
 
 
-def test_an_error_of_any_thread_reaches_the_caller() -> None:
-    def fail_late(*args: object) -> None:
-        if args[5] != 0:
-            raise HiCacheError("the second half failed")
+def other_thread(act: Callable[[], None]) -> Backend:
+    """Copies nothing: the caller's thread waits until another one has begun, which then does ``act``."""
+    begun = Event()
 
+    def move(*_: object) -> None:
+        if current_thread() is main_thread():
+            assert begun.wait(60)
+        else:
+            begun.set()
+            act()
+
+    return Backend("direct", "cpu", tuple(ORDERS), lambda: (move, ""))
+
+
+def copy_three_mib(mover: Mover) -> None:
     component = kv(4, 64, 32, layers=4)
-    a, b = Pool(component, 1024, 2), Pool(component, 1024, 2)
-    with Mover(Backend("direct", "cpu", tuple(ORDERS), lambda: (fail_late, ""))) as mover, pytest.raises(HiCacheError, match="second half"):
-        Copier(a, b, mover).copy(slots_array([0]), slots_array([1]))
+    Copier(Pool(component, 1024, 2), Pool(component, 1024, 2), mover).copy(slots_array([0]), slots_array([1]))
+
+
+def test_an_error_of_any_thread_reaches_the_caller() -> None:
+    def fail() -> None:
+        raise HiCacheError("the other thread failed")
+
+    with Mover(other_thread(fail)) as mover, pytest.raises(HiCacheError, match="the other thread failed"):
+        copy_three_mib(mover)
 
 
 def test_a_thread_that_hangs_ends_in_a_sentence() -> None:
     released = Event()
 
-    def hang_late(*args: object) -> None:
-        if args[5] != 0:
-            assert released.wait(60)
+    def hang() -> None:
+        assert released.wait(60)
 
-    component = kv(4, 64, 32, layers=4)
-    a, b = Pool(component, 1024, 2), Pool(component, 1024, 2)
-    with Mover(Backend("direct", "cpu", tuple(ORDERS), lambda: (hang_late, "")), timeout_s=0.01) as mover:
+    with Mover(other_thread(hang), timeout_s=0.01) as mover:
         with pytest.raises(
             HiCacheError, match=r"a copy did not finish within 0.01 s; do not use its slots again before the mover is closed"
         ):
-            Copier(a, b, mover).copy(slots_array([0]), slots_array([1]))
+            copy_three_mib(mover)
         released.set()
 
 
