@@ -55,6 +55,7 @@ class ModelConfig(Section):
 
     family: str = Field("qwen3_5", description="model type as in the config of Hugging Face transformers, e.g. qwen3_5, qwen3, gemma3")
     path: str | None = Field(None, description="folder with the model; null: a small one with random weights is made")
+    size: Literal["demo", "tiny"] = Field("demo", description="size of the model that is made when path is null")
     tp: Count = Field(1, description="tensor-parallel ranks of one replica")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights, activations and cache")
     threads_per_rank: Count = Field(1, description="CPU threads of one rank; part of what bit-exactness depends on")

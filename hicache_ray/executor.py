@@ -1,7 +1,7 @@
 """Performs what the core decides, for one rank: moves pages between its pools and L3, digests them, hands compute records to the engine.
 
-The same code runs in a rank actor and in the test kit. It never raises for a record: what failed is in the outcome, and a bit that is not
-set says that the page has not arrived.
+The same code runs in a rank actor and in the test kit. It raises only when the group is lost; whatever else failed is in the outcome, and
+a bit that is not set says that the page has not arrived.
 """
 
 from __future__ import annotations
@@ -13,42 +13,15 @@ import numpy as np
 
 from hicache_ray.copies import Copier, Mover
 from hicache_ray.digest import digest_pages
-from hicache_ray.errors import HiCacheError, StoreError
-from hicache_ray.keys import object_record, tag_of
+from hicache_ray.errors import GroupLost, HiCacheError, StoreError
 from hicache_ray.layout import CANONICAL
 from hicache_ray.pool import Pool, Pools
-from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, Record, Slots, Span
+from hicache_ray.records import Compute, Digest, Move, Outcome, Record, Slots, Span
 from hicache_ray.spec import CacheSpec, Shard, Tier
 from hicache_ray.store import Store
 
 #: Bytes that a staging pool may hold where the host layout is not that of a stored object.
 STAGING_BYTES = 32 << 20
-
-
-def tags_of(spec: CacheSpec, recipe: Mapping[str, str]) -> Mapping[str, tuple[bytes, ...]]:
-    """The tag of each component on each rank."""
-    return {c.name: tuple(tag_of(object_record(spec, c, r, recipe)) for r in range(spec.ranks)) for c in spec.components}
-
-
-def describe(store: Store, spec: CacheSpec, recipe: Mapping[str, str], timeout_s: float) -> None:
-    """Leave readable records of this group's objects in the store, so that a miss can name the field that differs."""
-    for component in spec.components:
-        for rank in range(spec.ranks):
-            record = object_record(spec, component, rank, recipe)
-            store.describe(tag_of(record), record, timeout_s)
-
-
-def ask(store: Store, tags: Mapping[str, tuple[bytes, ...]], record: Lookup | Clear) -> Outcome:
-    """What L3 as a whole answers: which objects of all ranks exist, in one call; or that it is empty now."""
-    try:
-        if isinstance(record, Clear):
-            store.clear(record.timeout_s)
-            return Outcome()
-        wanted = list(dict.fromkeys(t for c in record.components for t in tags[c]))
-        answers = store.lookup(record.keys, wanted, record.timeout_s)
-        return Outcome(found={c: tuple(answers[t].hit for t in tags[c]) for c in record.components})
-    except StoreError as error:
-        return Outcome(error=str(error))
 
 
 @dataclass(frozen=True)
@@ -94,8 +67,8 @@ class Executor:
                 return Outcome(digests={c: digest_pages(device[c], slots.tolist()) for c, slots in record.slots.items()})
             if isinstance(record, Move):
                 return self._move(record)
-        except StoreError as error:
-            return Outcome(error=str(error))
+        except GroupLost:
+            raise
         except HiCacheError as error:
             return Outcome(error=f"rank {self._rank.rank}: {error}")
         return Outcome(error=f"a rank does not execute {type(record).__name__} records")

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from hicache_ray import lengths
+from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache, Ended, Event, Job, Phase, Request, Sampled
 from hicache_ray.copies import Mover, choose
 from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
-from hicache_ray.executor import Executor, Rank, ask, describe, tags_of
+from hicache_ray.executor import Executor, Rank
 from hicache_ray.explain import differing_fields
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, Namespace, as_tokens, page_keys

@@ -19,7 +19,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
     "cache": ("cache",),
     "group": ("group",),
-    "tools": ("copies", "copies_cpu", "digest", "executor", "testing", "explain", "ledger", "trace", "simulate", "sizing", "metrics"),
+    "tools": ("copies", "copies_cpu", "digest", "executor", "testing", "ask", "explain", "ledger", "trace", "simulate", "sizing", "metrics"),
     "cli": ("cli",),
 }
 #: Layers that are a folder: everything in it belongs to them.

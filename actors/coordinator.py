@@ -1,0 +1,178 @@
+"""The coordinator actor: a named shell around the group's driver. Free of torch; its control messages are few, no page byte passes here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from hicache_ray import lengths
+from hicache_ray.actors.driver import Driver
+from hicache_ray.actors.setup import capacities, settings_of
+from hicache_ray.ask import ask, describe, tags_of
+from hicache_ray.cache import Cache, Ended, Request, Sampled
+from hicache_ray.config import Config
+from hicache_ray.errors import GroupLost, StoreError
+from hicache_ray.explain import differing_fields
+from hicache_ray.group import Group
+from hicache_ray.keys import Namespace, page_keys
+from hicache_ray.match import match
+from hicache_ray.records import Compute, Digest, Lookup, Move, Outcome, Record
+from hicache_ray.residency import Residency
+from hicache_ray.resume import ORDER
+from hicache_ray.spec import CacheSpec, Tier
+from hicache_ray.storage import ArenaClient
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """What a coordinator needs to know of its group. ``recipe``: of the canonical bytes; ``socket``: of the arena, empty for none."""
+
+    config: Config
+    spec: CacheSpec
+    namespace: Namespace
+    recipe: Mapping[str, str]
+    socket: str
+
+
+@dataclass
+class RankHandles:
+    """The ranks as Ray actors."""
+
+    handles: Sequence[Any]
+
+    def execute(self, rank: int, record: Record, incarnation: int) -> Awaitable[Outcome]:
+        handle = self.handles[rank]
+        if isinstance(record, Compute):
+            call = handle.compute
+        elif isinstance(record, Digest) or (isinstance(record, Move) and Tier.STORAGE not in (record.source, record.target)):
+            call = handle.copy
+        else:
+            call = handle.transfer
+        out: Awaitable[Outcome] = call.remote(record, incarnation)
+        return out
+
+
+class CoordinatorShell:
+    """One per cache group. Made by the replica, dies with it."""
+
+    def __init__(self, setup: GroupSetup) -> None:
+        self.setup = setup
+        self.driver: Driver | None = None
+        self.store = ArenaClient(setup.socket) if setup.socket else None
+        self.tags = tags_of(setup.spec, setup.recipe)
+        self.totals: dict[str, int] = {}
+
+    async def adopt(self, ranks: Sequence[Any], incarnation: int) -> None:
+        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
+        if self.driver is not None:
+            await self.driver.close()
+        setup = self.setup
+        res = Residency(setup.spec, capacities(setup.config, setup.spec))
+        cache = Cache(res, settings_of(setup.config))
+        # One request runs, the others wait for it.
+        group = Group(cache, time.monotonic, incarnation, setup.config.engine.max_queue + 1)
+        self.driver = Driver(cache, RankHandles(ranks), self.store, self.tags, group)
+        await asyncio.to_thread(self._describe)
+
+    def _describe(self) -> None:
+        """Readable records for whoever asks why something missed; storage may be down, then there are none."""
+        if self.store is None:
+            return
+        try:
+            describe(self.store, self.setup.spec, self.setup.recipe, 1.0)
+            self.store.describe(self.setup.namespace.digest(), self.setup.namespace.record(), 1.0)
+        except StoreError:
+            return
+
+    def _running(self) -> Driver:
+        if self.driver is None:
+            raise GroupLost("the cache group has not started")
+        return self.driver
+
+    async def generate(self, rid: str, tokens: Sequence[int], new_tokens: int, digests: bool = False) -> AsyncIterator[dict[str, Any]]:
+        """Events of a request as plain data: ``{"tokens", "logprobs"}`` as they come, then ``{"report"}``. Raises what ended it."""
+        request = Request(rid, np.asarray(tokens, dtype=np.int32), self.setup.namespace, new_tokens, digests=digests)
+        async for event in self._running().serve(request):
+            if isinstance(event, Sampled):
+                yield {"tokens": event.tokens, "logprobs": event.logprobs}
+            elif isinstance(event, Ended) and event.report is not None:
+                yield {"report": asdict(event.report)}
+
+    async def cancel(self, rid: str) -> None:
+        self._running().cancel(rid)
+
+    async def flush(self, tiers: Sequence[str], timeout_s: float | None = None) -> None:
+        await self._running().flush([Tier(t) for t in tiers], timeout_s)
+
+    async def forget_storage(self) -> None:
+        """Somebody else has emptied L3: nothing counts as sealed any more."""
+        self._running().cache.res.index.clear_durable()
+
+    async def active(self) -> int:
+        """Requests under way."""
+        return len(self._running().group.active())
+
+    async def where(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """What each tier holds of a prompt: pages per component, and the length resumable from that tier alone. Changes nothing.
+
+        ``wanted``: pages (snapshots) that a tier holds when it has everything of the prompt that may be reused.
+        """
+        driver, spec = self._running(), self.setup.spec
+        prompt = np.asarray(tokens, dtype=np.int32)
+        keys = page_keys(self.setup.namespace, prompt)
+        found = match(driver.cache.res, keys, lengths.within(len(prompt) + 1, spec.page_size, driver.cache.settings.step(spec)))
+        if self.store is not None:
+            names = tuple(c.name for c in spec.components)
+            answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
+            found = found.with_storage(answer.found)
+        held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
+        return {"held": held, "resumable": {t.value: found.longest(t) * spec.page_size for t in ORDER}, "pages": len(found.keys)}
+
+    async def missed(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """Fields by which what L3 has of this prompt differs from what this group would read."""
+        if self.store is None:
+            return ()
+        prompt = np.asarray(tokens, dtype=np.int32)
+        setup = self.setup
+        return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, setup.recipe)
+
+    async def stats(self) -> dict[str, Any]:
+        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage."""
+        driver = self._running()
+        res = driver.cache.res
+        tiers: dict[str, dict[str, Any]] = {}
+        for (tier, name), counters in res.counters.items():
+            row = asdict(counters)
+            if (tier, name) in res.pools:
+                pool = res.pools[(tier, name)]
+                row |= {"capacity": pool.capacity, "used": pool.cached, "held": pool.held, "free": pool.free}
+            row["page_bytes"] = self.setup.spec[name].page_bytes(self.setup.spec.page_size)
+            tiers.setdefault(tier.value, {})[name] = row
+        return {
+            "incarnation": driver.group.incarnation,
+            "requests": driver.cache.requests,
+            "tokens": dict(driver.cache.tokens),
+            "tiers": tiers,
+            "calls": dict(driver.calls),
+            "leases": len(res.leases.open()),
+            "lost": driver.lost,
+            "pid": os.getpid(),
+        }
+
+    async def check(self) -> None:
+        """Raise unless every count and lease is consistent."""
+        self._running().group.check()
+
+    async def ping(self) -> int:
+        return os.getpid()
+
+
+OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+Coordinator: Any = ray.remote(**OPTIONS)(CoordinatorShell)

@@ -1,0 +1,186 @@
+"""Drives a :class:`hicache_ray.group.Group` on an event loop: envelopes go out to the ranks, reports come back, deadlines are kept.
+
+Plain asyncio; the coordinator actor is a shell around it. Every wait here has a deadline; a rank that does not answer in time is a lost
+group (its slots cannot be trusted any more), storage that does not answer is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from hicache_ray.ask import ask
+from hicache_ray.cache import Cache, Ended, Event, Request
+from hicache_ray.errors import GroupLost, HiCacheError
+from hicache_ray.group import STORE, Envelope, Group
+from hicache_ray.records import Clear, Lookup, Outcome, Record
+from hicache_ray.spec import Tier
+from hicache_ray.store import Store
+
+#: How much longer than a record's own deadline its report may take before the group counts as lost.
+GRACE_S = 10.0
+#: Threads that may wait for storage at once.
+STORE_THREADS = 4
+#: Events of one request that may wait for a slow reader. A request has at most one per decoded page, and one at its end.
+EVENT_QUEUE = 4096
+
+
+class Ranks(Protocol):
+    """The ranks of a group as the driver reaches them."""
+
+    def execute(self, rank: int, record: Record, incarnation: int) -> Awaitable[Outcome]:
+        """Send a record; records of one kind to one rank are executed in the order of these calls. Raises what the rank raises."""
+        ...
+
+
+class Driver:
+    """One per incarnation of a cache group. ``calls``: how many records went to ranks and how many questions to storage."""
+
+    def __init__(self, cache: Cache, ranks: Ranks, store: Store | None, tags: Mapping[str, tuple[bytes, ...]], group: Group) -> None:
+        self.cache, self.group = cache, group
+        self._ranks = ranks
+        self._store = store
+        self._tags = tags
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="hicache-ask")
+        self._timer: asyncio.Task[None] | None = None
+        self.lost: str = ""
+        self.calls = {"rank": 0, "store": 0}
+
+    # -- what the coordinator calls ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, request: Request) -> AsyncIterator[Event]:
+        """Events of a request as they happen, to its end. Abandoning the iterator cancels the request. Raises what ended it."""
+        self._alive()
+        queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
+        self.group.submit(request)
+        self._queues[request.rid] = queue
+        ended = False
+        try:
+            self._pump()
+            while not ended:
+                event = await queue.get()
+                ended = isinstance(event, Ended)
+                if isinstance(event, Ended) and event.error is not None:
+                    raise event.error
+                yield event
+        finally:
+            self._queues.pop(request.rid, None)
+            if not ended:
+                self.cancel(request.rid)
+
+    def cancel(self, rid: str) -> None:
+        self.group.cancel(rid)
+        self._pump()
+
+    async def flush(self, tiers: Sequence[Tier], timeout_s: float | None) -> None:
+        """Complete when it returns. Raises :class:`~hicache_ray.errors.Busy`."""
+        self._alive()
+        queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
+        name = self.group.flush(tiers, timeout_s)
+        self._queues[name] = queue
+        try:
+            self._pump()
+            event = await queue.get()
+        finally:
+            self._queues.pop(name, None)
+        if isinstance(event, Ended) and event.error is not None:
+            raise event.error
+
+    def lose(self, why: str) -> None:
+        """The ranks cannot be used any more: every request ends with :class:`GroupLost`. Further calls are refused with the reason."""
+        if not self.lost:
+            self.lost = why
+            self.group.lose(why)
+            self._hand_out()
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        self.lose("the cache group is closing")
+        for task in [*self._tasks, *([self._timer] if self._timer else [])]:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- how it moves -------------------------------------------------------------------------------------------------------------------
+
+    def _alive(self) -> None:
+        if self.lost:
+            raise GroupLost(self.lost)
+
+    def _pump(self) -> None:
+        """Send what the group wants sent, hand out its events, and set the timer."""
+        for envelope in [] if self.lost else self.group.take():
+            task = asyncio.get_running_loop().create_task(self._deliver(envelope, self._send(envelope)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._hand_out()
+        if self._timer is None and not self.lost and self.group.next_deadline() is not None:
+            self._timer = asyncio.get_running_loop().create_task(self._tick())
+
+    def _send(self, envelope: Envelope) -> Awaitable[Outcome]:
+        """Begin the call now, so that calls begin in the order of the envelopes."""
+        record = envelope.record
+        if envelope.rank != STORE:
+            self.calls["rank"] += 1
+            return self._ranks.execute(envelope.rank, record, envelope.incarnation)
+        self.calls["store"] += 1
+        assert isinstance(record, Lookup | Clear)
+        if self._store is None:
+            return _now(Outcome(error="storage is not attached"))
+        return asyncio.get_running_loop().run_in_executor(self._threads, ask, self._store, self._tags, record)
+
+    async def _deliver(self, envelope: Envelope, call: Awaitable[Outcome]) -> None:
+        record = envelope.record
+        try:
+            outcome = await asyncio.wait_for(asyncio.ensure_future(call), record.timeout_s + GRACE_S)
+        except asyncio.CancelledError:
+            raise
+        except asyncio.TimeoutError:
+            self.lose(f"rank {envelope.rank} did not report within {record.timeout_s + GRACE_S:g} s; it is frozen or its node is gone")
+            return
+        except Exception as error:  # whatever a remote call may raise: a dead actor, a lost process group
+            self.lose(f"rank {envelope.rank} failed: {type(error).__name__}: {error}")
+            return
+        if self.lost:
+            return
+        try:
+            self.group.report(envelope.rank, record.id, envelope.incarnation, outcome)
+        except HiCacheError as error:
+            self.lose(str(error))
+            return
+        self._pump()
+
+    def _hand_out(self) -> None:
+        for event in self.group.events():
+            queue = self._queues.get(event.rid)
+            if queue is None:
+                continue
+            try:
+                queue.put_nowait(event)
+            except asyncio.QueueFull:
+                self.group.cancel(event.rid)
+
+    async def _tick(self) -> None:
+        """Sleeps from deadline to deadline while there are any; an idle cache has no timer."""
+        try:
+            while not self.lost:
+                deadline = self.group.next_deadline()
+                if deadline is None:
+                    return
+                await asyncio.sleep(min(max(0.0, deadline - time.monotonic()) + 0.001, 0.25))
+                if deadline <= time.monotonic():
+                    self.group.tick()
+                    self._pump()
+        finally:
+            self._timer = None
+
+
+async def _now(outcome: Outcome) -> Outcome:
+    return outcome

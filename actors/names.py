@@ -1,0 +1,26 @@
+"""How our actors are called and found. All live in one Ray namespace; Serve replicas do not, so it is always passed."""
+
+from __future__ import annotations
+
+NAMESPACE = "hicache"
+PREFIX = "hicache"
+
+
+def coordinator(app: str, replica: str) -> str:
+    return f"{PREFIX}:coordinator:{app}:{replica}"
+
+
+def is_coordinator(name: str, app: str) -> bool:
+    return name.startswith(f"{PREFIX}:coordinator:{app}:")
+
+
+def storage(name: str, node: str) -> str:
+    return f"{PREFIX}:storage:{name}:{node}"
+
+
+def is_storage(actor: str, name: str) -> bool:
+    return actor.startswith(f"{PREFIX}:storage:{name}:")
+
+
+def gateway(app: str) -> str:
+    return f"{PREFIX}:gateway:{app}"

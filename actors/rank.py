@@ -1,0 +1,124 @@
+"""One rank of a cache group: its pools, its engine, its client of the node's storage. A thin shell around the executor."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from hicache_ray.config import Config
+from hicache_ray.errors import GroupLost
+from hicache_ray.lease import Place
+from hicache_ray.records import Outcome, Record
+from hicache_ray.spec import CacheSpec, Tier
+
+#: Calls of one group run one after the other, in the order in which the coordinator made them.
+GROUPS = {"compute": 1, "copy": 1, "store": 2, "control": 2}
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank is told at birth. ``socket``: of the node's arena, empty where storage is not attached."""
+
+    config: Config
+    rank: int
+    folder: str
+    capacity: Mapping[Place, int]
+    socket: str
+
+
+class RankShell:
+    """Made by the replica, dies with it. Loading is a call of its own, so that all ranks load at once."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self.setup = setup
+        self.incarnation = 0
+        self.lock = threading.Lock()
+        self.running = 0
+
+    @ray.method(concurrency_group="compute")
+    def load(self) -> dict[str, Any]:
+        """Load the model, make the pools, warm up what is compiled. Returns the spec and what the engine's exactness depends on."""
+        from hicache_ray.copies import Mover, choose
+        from hicache_ray.integrations.transformers import Engine, build
+        from hicache_ray.integrations.transformers.fingerprint import fingerprint
+        from hicache_ray.pool import Pool
+
+        config = self.setup.config
+        loaded = build(self.setup.folder, config.cache.page_size, config.model.dtype, self.setup.rank, config.model.tp)
+        self.spec: CacheSpec = loaded.spec
+        self.pools = {
+            tier: {c.name: Pool(c, loaded.spec.page_size, self.setup.capacity[(tier, c.name)], layout) for c in loaded.spec.components}
+            for tier, layout in ((Tier.DEVICE, config.cache.device_layout), (Tier.HOST, config.cache.layout))
+        }
+        self.mover = Mover(choose(config.cache.io_backend, "cpu", config.cache.layout))
+        self.engine = Engine(loaded.model, loaded.spec, self.pools[Tier.DEVICE])
+        return {"spec": loaded.spec, "engine": fingerprint(), "note": self.mover.note, "pid": os.getpid()}
+
+    @ray.method(concurrency_group="compute")
+    def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> None:
+        """Enter the group of this incarnation, on a new port; whatever an earlier one still asks for is refused from now on."""
+        from hicache_ray.ask import tags_of
+        from hicache_ray.executor import Executor, Rank
+        from hicache_ray.integrations.transformers import TpConfig, join, leave
+        from hicache_ray.storage import ArenaClient
+
+        self._drain()
+        leave()
+        setup = self.setup
+        tags = {name: of[setup.rank] for name, of in tags_of(self.spec, recipe).items()}
+        if not hasattr(self, "store"):
+            self.store = ArenaClient(setup.socket) if setup.socket else None
+        rank = Rank(setup.rank, self.spec, self.pools, tags)
+        self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
+        engine = setup.config.engine
+        join(TpConfig(setup.rank, setup.config.model.tp, port, address, gloo_timeout_s=engine.gloo_timeout_s))
+        self.incarnation = incarnation
+
+    @ray.method(concurrency_group="compute")
+    def compute(self, record: Record, incarnation: int) -> Outcome:
+        return self._execute(record, incarnation)
+
+    @ray.method(concurrency_group="copy")
+    def copy(self, record: Record, incarnation: int) -> Outcome:
+        return self._execute(record, incarnation)
+
+    @ray.method(concurrency_group="store")
+    def transfer(self, record: Record, incarnation: int) -> Outcome:
+        return self._execute(record, incarnation)
+
+    def _execute(self, record: Record, incarnation: int) -> Outcome:
+        with self.lock:
+            if incarnation != self.incarnation:
+                raise GroupLost(f"rank {self.setup.rank} is of incarnation {self.incarnation}; a record of {incarnation} is ignored")
+            self.running += 1
+        try:
+            return self.executor.execute(record)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+    def _drain(self, timeout_s: float = 60.0) -> None:
+        """No copy of an earlier incarnation is running when this returns."""
+        with self.lock:
+            self.incarnation = 0
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            with self.lock:
+                if not self.running:
+                    return
+            time.sleep(0.005)
+        raise GroupLost(f"rank {self.setup.rank} has copies that did not end within {timeout_s:g} s")
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> int:
+        return os.getpid()
+
+
+OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "concurrency_groups": GROUPS}
+RankActor: Any = ray.remote(**OPTIONS)(RankShell)

@@ -1,0 +1,161 @@
+"""The Ray Serve deployment: an HTTP front of one cache group per replica.
+
+Subclass :class:`HiCacheDeployment` to put your own front on the tier.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.util import get_current_placement_group
+
+from hicache_ray.actors.replica import CacheGroup, Place
+from hicache_ray.actors.setup import Prepared
+from hicache_ray.config import Config
+from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
+
+#: Errors a client is told, and how.
+STATUS = {CapacityError: 400, EngineError: 400, Busy: 503, GroupLost: 503, Cancelled: 499}
+
+
+class Generate(BaseModel):
+    """Body of ``POST /generate``. Decoding is greedy. ``stream``: server-sent events, the tokens as they come, then the rest."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_ids: list[int] = Field(min_length=1)
+    max_new_tokens: int = Field(16, ge=1)
+    return_logprob: bool = False
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    stream: bool = False
+    digests: bool = False
+
+
+class HiCacheDeployment:
+    """One replica: owns a cache group. Use :func:`application` to bind it, or subclass it and bind your own."""
+
+    def __init__(self, config: Config, prepared: Prepared, app: str, socket: str) -> None:
+        context = serve.get_replica_context()
+        self.replica = context.replica_id.unique_id
+        self.config = config
+        self.group = CacheGroup(config, prepared, Place(app, self.replica, get_current_placement_group(), socket))
+        self._starting: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """The group is up; the first caller starts it."""
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self.group.start())
+        await asyncio.shield(self._starting)
+
+    async def check_health(self) -> None:
+        """Called by Serve now and then. The replica heals its group itself, so only a start that failed is reported."""
+        await self.ready()
+        await self.group.healthy()
+
+    def __del__(self) -> None:
+        self.group.stop()
+
+    async def generate(self, body: Generate) -> dict[str, Any]:
+        """The whole answer to a request."""
+        out: dict[str, Any] = {}
+        async for part in self.stream(body):
+            out |= part if "output_ids" in part else {}
+        return out
+
+    async def stream(self, body: Generate) -> AsyncIterator[dict[str, Any]]:
+        """Parts of the answer as they come: ``{"token_ids", "logprobs"}``, and at the end the whole answer."""
+        await self.ready()
+        self._check(body.input_ids, body.max_new_tokens)
+        rid = body.request_id or uuid.uuid4().hex
+        began, first = time.perf_counter(), None
+        output: list[int] = []
+        logprobs: list[float] = []
+        async for event in self.group.events(rid, body.input_ids, body.max_new_tokens, body.digests):
+            if "tokens" in event:
+                first = first if first is not None else time.perf_counter() - began
+                output += event["tokens"]
+                logprobs += event["logprobs"]
+                yield {"token_ids": list(event["tokens"]), "logprobs": list(event["logprobs"])}
+                continue
+            report = event["report"]
+            answer = {
+                "request_id": rid,
+                "replica": self.replica,
+                "output_ids": output,
+                "cached_tokens": {tier: report[tier] for tier in ("device", "host", "storage")},
+                "computed_tokens": report["computed"],
+                "ttft_s": first,
+                "limit": str(report["limit"].value),
+            }
+            if body.return_logprob:
+                answer["logprobs"] = logprobs
+            if body.digests:
+                answer["digests"] = {"restored": report["restored"], "made": report["made"]}
+            yield answer
+
+    def _check(self, tokens: Sequence[int], new_tokens: int) -> None:
+        engine = self.config.engine
+        for name, value, most in (
+            ("input_ids", len(tokens), engine.max_prompt_tokens),
+            ("max_new_tokens", new_tokens, engine.max_new_tokens),
+        ):
+            if value > most:
+                raise CapacityError(f"{name} asks for {value} tokens and this deployment takes at most {most} (engine.max_*_tokens)")
+
+
+def status_of(error: Exception) -> HTTPException:
+    """The HTTP answer for an error of ours; others stay errors of the server."""
+    for kind, code in STATUS.items():
+        if isinstance(error, kind):
+            return HTTPException(code, str(error))
+    raise error
+
+
+http = FastAPI(title="hicache_ray", description="Generation with a cluster-wide KV cache.")
+
+
+@serve.deployment(max_ongoing_requests=256, health_check_timeout_s=240, graceful_shutdown_timeout_s=5)
+@serve.ingress(http)
+class HttpDeployment(HiCacheDeployment):
+    """``POST /generate``; see :class:`Generate`."""
+
+    # Annotations here are objects, not strings: Serve and FastAPI read them when the class is made.
+    @http.post("/generate", response_model=None)
+    async def post_generate(self, body: Generate, request: Request) -> Any:
+        try:
+            if not body.stream:
+                return await self.generate(body)
+            parts = self.stream(body)
+            head = await anext(parts)  # so that a refusal is an HTTP status, not a broken stream
+        except tuple(STATUS) as error:
+            raise status_of(error) from error
+        return StreamingResponse(_events(head, parts), media_type="text/event-stream")
+
+
+async def _events(head: dict[str, Any], parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    yield f"data: {json.dumps(head)}\n\n"
+    try:
+        async for part in parts:
+            yield f"data: {json.dumps(part)}\n\n"
+    except tuple(STATUS) as error:
+        yield f"data: {json.dumps({'error': str(error)})}\n\n"
+
+
+def application(config: Config, prepared: Prepared, app: str, socket: str, replicas: int | None = None) -> serve.Application:
+    """The deployment, bound. Each replica gets a placement group: one bundle for itself and its coordinator, one per rank."""
+    bundles = [{"CPU": 0.1}] + [{"CPU": 1.0}] * config.model.tp
+    deployment = HttpDeployment.options(  # type: ignore[attr-defined]
+        num_replicas=replicas or config.serve.replicas,
+        placement_group_bundles=bundles,
+        placement_group_strategy="STRICT_PACK",
+        ray_actor_options={"num_cpus": 0.1},
+    )
+    bound: serve.Application = deployment.bind(config, prepared, app, socket)
+    return bound

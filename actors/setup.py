@@ -1,0 +1,141 @@
+"""From the configuration to what the core and the ranks need: settings, pool sizes, namespace, recipe. And what does not fit together."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ray import compute
+from hicache_ray.config import Config
+from hicache_ray.config_sizes import format_size
+from hicache_ray.errors import ConfigError
+from hicache_ray.keys import ANY, Namespace
+from hicache_ray.lease import Place
+from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
+from hicache_ray.storage import ArenaConfig
+
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model folder and the cache spec of its ranks. ``model_id`` names the weights."""
+
+    folder: str
+    spec: CacheSpec
+    model_id: str
+
+
+def settings_of(config: Config) -> Settings:
+    """The core's settings."""
+    c = config.cache
+    return Settings(
+        grid=c.grid,
+        exact=c.exact,
+        write_policy=WritePolicy(c.write_policy),
+        track_interval=c.track_interval,
+        storage=config.storage.backend != "none",
+        prefetch_threshold=c.prefetch_threshold,
+        lookup_deadline_s=c.lookup_deadline_s,
+        prefetch_base_s=c.prefetch_timeout_base_s,
+        prefetch_per_1k_s=c.prefetch_timeout_per_1k_tokens_s,
+        prefetch_cap_s=c.prefetch_timeout_cap_s,
+        copy_deadline_s=c.load_deadline_s,
+        compute_deadline_s=config.engine.forward_deadline_s,
+    )
+
+
+def capacities(config: Config, spec: CacheSpec) -> Mapping[Place, int]:
+    """Slots of every pool of one rank, from the device pools' tokens and snapshots and the host's ratio or size."""
+    device = {}
+    for c in spec.components:
+        span = spec.page_size * c.page_span
+        device[c.name] = config.cache.device_snapshots if c.is_state else config.cache.device_tokens // span
+    scale = config.cache.host_ratio
+    if config.cache.host_size is not None:
+        scale = config.cache.host_size / sum(spec[name].page_bytes(spec.page_size) * n for name, n in device.items())
+    out: dict[Place, int] = {(Tier.DEVICE, name): n for name, n in device.items()}
+    return out | {(Tier.HOST, name): int(n * scale) for name, n in device.items()}
+
+
+def check_capacities(config: Config, spec: CacheSpec) -> None:
+    """Raise :class:`ConfigError` unless the pools hold the longest request that the configuration accepts."""
+    have = capacities(config, spec)
+    prompt, new = config.engine.max_prompt_tokens, config.engine.max_new_tokens
+    needed = compute.need(spec, settings_of(config), compute.Shape.of(0, prompt, new))
+    for name, count in needed.items():
+        state = spec[name].is_state
+        most = count + 1 if state else count  # a resumed request also holds the snapshot that it resumes from
+        if most > have[(Tier.DEVICE, name)]:
+            setting, value, least = (
+                ("cache.device_snapshots", config.cache.device_snapshots, most)
+                if state
+                else ("cache.device_tokens", config.cache.device_tokens, most * spec.page_size * spec[name].page_span)
+            )
+            raise ConfigError(
+                f"{setting} is {value}, too small for one request of engine.max_prompt_tokens {prompt} and engine.max_new_tokens {new}; "
+                f"choose at least {least}, or shorter requests"
+            )
+        if not have[(Tier.HOST, name)]:
+            raise ConfigError(f"the host pool of component {name!r} would hold nothing; raise cache.host_size or cache.host_ratio")
+
+
+def arena_config(config: Config) -> ArenaConfig:
+    """Settings of the node's arena. Raises :class:`ConfigError` where shared memory, or the folder, has less room."""
+    directory = config.storage.directory or SHARED_MEMORY
+    if not Path(directory).is_dir():
+        raise ConfigError(f'storage.directory is "{directory}", which is not a folder; make it, or choose another')
+    free = shutil.disk_usage(directory).free
+    if config.storage.size > free:
+        where = "shared memory" if config.storage.directory is None else directory
+        raise ConfigError(
+            f"storage.size is {format_size(config.storage.size)} and {where} has {format_size(free)} free; lower storage.size, or set "
+            "storage.directory to a folder on a disk (slower, file-backed)"
+        )
+    return ArenaConfig(config.storage.name, config.storage.size, directory, lease_s=config.storage.lease_s)
+
+
+def namespace_of(config: Config, model_id: str) -> Namespace:
+    """Who may share pages with this deployment: trusted configuration only."""
+    n = config.namespace
+    return Namespace(n.model_id or model_id, n.revision, n.adapter, n.salt.get_secret_value(), config.cache.page_size)
+
+
+def recipe_of(config: Config, engine: Mapping[str, str]) -> Mapping[str, str]:
+    """What canonical bytes depend on beside the namespace; ``engine``: what the engine says of itself (build, attention, processor)."""
+    if not config.cache.exact:
+        return ANY
+    return {
+        "grid": str(config.cache.grid),
+        "threads": str(config.model.threads_per_rank),
+        "tp": str(config.model.tp),
+        **engine,
+    }
+
+
+def weights_id(folder: str) -> str:
+    """A name for the weights in a folder: a digest of the names, sizes and heads of its files."""
+    h = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*")):
+        if path.suffix in (".json", ".safetensors", ".bin"):
+            with path.open("rb") as file:
+                h.update(f"{path.name}:{path.stat().st_size}:".encode() + file.read(1 << 20))
+    return f"weights-{h.hexdigest()[:16]}"
+
+
+def spec_to_json(spec: CacheSpec) -> dict[str, Any]:
+    return asdict(spec)
+
+
+def spec_from_json(data: Mapping[str, Any]) -> CacheSpec:
+    components = []
+    for c in data["components"]:
+        fields = tuple(Field(**{**f, "shape": tuple(f["shape"])}) for f in c["fields"])
+        more = {"kind": Kind(c["kind"]), "shard": Shard(c["shard"]), "fields": fields, "layers": tuple(c["layers"])}
+        components.append(Component(**{**c, **more}))
+    return CacheSpec(data["model_type"], data["page_size"], tuple(components), data["ranks"])

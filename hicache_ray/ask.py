@@ -1,0 +1,37 @@
+"""Questions to L3 as a whole, and what a group's objects are called there. Free of torch: coordinators ask, ranks move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hicache_ray.errors import StoreError
+from hicache_ray.keys import object_record, tag_of
+from hicache_ray.records import Clear, Lookup, Outcome
+from hicache_ray.spec import CacheSpec
+from hicache_ray.store import Store
+
+
+def tags_of(spec: CacheSpec, recipe: Mapping[str, str]) -> Mapping[str, tuple[bytes, ...]]:
+    """The tag of each component on each rank."""
+    return {c.name: tuple(tag_of(object_record(spec, c, r, recipe)) for r in range(spec.ranks)) for c in spec.components}
+
+
+def describe(store: Store, spec: CacheSpec, recipe: Mapping[str, str], timeout_s: float) -> None:
+    """Leave readable records of this group's objects in the store, so that a miss can name the field that differs."""
+    for component in spec.components:
+        for rank in range(spec.ranks):
+            record = object_record(spec, component, rank, recipe)
+            store.describe(tag_of(record), record, timeout_s)
+
+
+def ask(store: Store, tags: Mapping[str, tuple[bytes, ...]], record: Lookup | Clear) -> Outcome:
+    """What L3 as a whole answers: which objects of all ranks exist, in one call; or that it is empty now."""
+    try:
+        if isinstance(record, Clear):
+            store.clear(record.timeout_s)
+            return Outcome()
+        wanted = list(dict.fromkeys(t for c in record.components for t in tags[c]))
+        answers = store.lookup(record.keys, wanted, record.timeout_s)
+        return Outcome(found={c: tuple(answers[t].hit for t in tags[c]) for c in record.components})
+    except StoreError as error:
+        return Outcome(error=str(error))
