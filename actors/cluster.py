@@ -88,11 +88,10 @@ class Cluster:
 
     def scale(self, replicas: int) -> None:
         """Another number of replicas; those that run stay."""
-        self.config = self.config.model_copy(update={"serve": self.config.serve.model_copy(update={"replicas": replicas})})
-        self._deploy()
+        self._deploy(replicas)
 
-    def _deploy(self) -> None:
-        app = application(self.config, self.prepared, self.config.serve.name, self.socket)
+    def _deploy(self, replicas: int) -> None:
+        app = application(self.config, self.prepared, self.config.serve.name, self.socket, replicas)
         serve.run(app, name=self.config.serve.name, route_prefix="/", blocking=False, logging_config={"log_level": "WARNING"})
 
     def stop(self) -> None:
@@ -103,9 +102,6 @@ class Cluster:
         gone = (ray.exceptions.RayError, TimeoutError, RuntimeError, ValueError)
         with suppress(*gone):
             serve.delete(self.config.serve.name)
-        if self.owns_ray:
-            with suppress(*gone):
-                serve.shutdown()
         for actor in (self.gateway, self.storage):
             if actor is not None:
                 with suppress(*gone):
@@ -158,7 +154,7 @@ def _bring_up(cluster: Cluster, address: str | None, progress: Progress) -> None
         cluster.socket = ray.get(cluster.storage.address.remote(), timeout=ASK_S)["socket"]
     progress(f"starting {config.serve.replicas} replica(s) of {config.model.tp} rank(s)")
     serve.start(http_options={"host": config.serve.host, "port": config.serve.port}, proxy_location="HeadOnly")
-    cluster._deploy()
+    cluster._deploy(config.serve.replicas)
     cluster.url = f"http://{config.serve.host}:{config.serve.port}"
     secret = config.admin.token
     cluster.token = secret.get_secret_value() if secret is not None else secrets.token_urlsafe(24)
@@ -171,6 +167,8 @@ def _bring_up(cluster: Cluster, address: str | None, progress: Progress) -> None
 
 
 def _connect(cluster: Cluster, address: str | None) -> None:
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     if ray.is_initialized():
         return
     quiet_run: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}

@@ -4,6 +4,7 @@ Subclass :class:`HiCacheDeployment` to put your own front on the tier.
 """
 
 import asyncio
+import hashlib
 import json
 import time
 import uuid
@@ -118,9 +119,19 @@ def status_of(error: Exception) -> HTTPException:
     raise error
 
 
+async def _events(head: dict[str, Any], parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    yield f"data: {json.dumps(head)}\n\n"
+    try:
+        async for part in parts:
+            yield f"data: {json.dumps(part)}\n\n"
+    except tuple(STATUS) as error:
+        yield f"data: {json.dumps({'error': str(error)})}\n\n"
+
+
 http = FastAPI(title="hicache_ray", description="Generation with a cluster-wide KV cache.")
 
 
+# Serve keeps the routes as they are at this point: what they use must be defined above.
 @serve.deployment(max_ongoing_requests=256, health_check_timeout_s=240, graceful_shutdown_timeout_s=5)
 @serve.ingress(http)
 class HttpDeployment(HiCacheDeployment):
@@ -139,20 +150,17 @@ class HttpDeployment(HiCacheDeployment):
         return StreamingResponse(_events(head, parts), media_type="text/event-stream")
 
 
-async def _events(head: dict[str, Any], parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    yield f"data: {json.dumps(head)}\n\n"
-    try:
-        async for part in parts:
-            yield f"data: {json.dumps(part)}\n\n"
-    except tuple(STATUS) as error:
-        yield f"data: {json.dumps({'error': str(error)})}\n\n"
+def application(config: Config, prepared: Prepared, app: str, socket: str, replicas: int) -> serve.Application:
+    """The deployment, bound. Each replica gets a placement group: one bundle for itself and its coordinator, one per rank.
 
-
-def application(config: Config, prepared: Prepared, app: str, socket: str, replicas: int | None = None) -> serve.Application:
-    """The deployment, bound. Each replica gets a placement group: one bundle for itself and its coordinator, one per rank."""
+    Deployed again with another number of ``replicas`` and the same rest, the replicas that run stay.
+    """
     bundles = [{"CPU": 0.1}] + [{"CPU": 1.0}] * config.model.tp
     deployment = HttpDeployment.options(  # type: ignore[attr-defined]
-        num_replicas=replicas or config.serve.replicas,
+        # Without a version of ours Serve takes every deploy for new code and replaces all replicas, caches and all.
+        version=hashlib.sha256(f"{config!r}{prepared!r}{app}{socket}".encode()).hexdigest()[:16],
+        _internal=True,
+        num_replicas=replicas,
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": 0.1},
