@@ -208,9 +208,9 @@ class Cache:
                 self.res.clear(tier)
         if Tier.STORAGE in tiers and self.settings.storage:
             done = yield Clear(self._id(), "flush")
+            self.res.index.clear_durable()  # where it has failed, a part may be gone all the same
             if done.error:
                 raise EngineError(f"storage could not be flushed: {done.error}")
-            self.res.index.clear_durable()
 
     # -- parts of a story ---------------------------------------------------------------------------------------------------------
 
@@ -436,7 +436,10 @@ class Cache:
             self.engine_owner = None
 
     def _digests(self, job: Job, k: int, wanted: bool) -> Generator[Record | Wait, Merged, PageDigests]:
-        """Digests of the cached device pages (snapshots) up to ``k`` pages; of all of them, not only of those a resume needs."""
+        """Digests of the cached device pages (snapshots) up to ``k`` pages; of all of them, not only of those a resume needs.
+
+        Empty where they are not wanted, or where a rank has failed to give them: a request does not fail for that.
+        """
         if not wanted or not k:
             return {}
         pages: dict[str, list[int]] = {}
@@ -447,6 +450,8 @@ class Cache:
             pages[c.name] = np.flatnonzero(at >= 0).tolist()
             slots[c.name] = at[at >= 0]
         got = yield Digest(self._id(), job.request.rid, slots)
+        if got.error:
+            return {}
         return {c: dict(zip(pages[c], got.digests.get(c, ()), strict=True)) for c in pages}
 
     def _report(self, job: Job, resumed: Plan, restored: PageDigests, made: PageDigests) -> Report:
