@@ -84,6 +84,7 @@ class Cluster:
     storage: Any = None
     gateway: Any = None
     folder: str | None = None
+    ray_dir: str | None = None
     _stopped: bool = field(default=False, repr=False)
 
     def scale(self, replicas: int) -> None:
@@ -110,8 +111,9 @@ class Cluster:
                     ray.kill(actor)
         if self.owns_ray:
             ray.shutdown()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.folder, self.ray_dir):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> Cluster:
         return self
@@ -175,9 +177,14 @@ def _connect(cluster: Cluster, address: str | None) -> None:
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
+    if "RAY_AUTH_MODE" not in os.environ:
+        # A token of this run only: by default Ray would write one into the user's home.
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     cpus = SPARE_CPUS + (cluster.config.serve.replicas + 1) * (cluster.config.model.tp + 1)
+    # Below /tmp whatever TMPDIR says: Ray's sockets need a short path.
+    cluster.ray_dir = tempfile.mkdtemp(prefix="hicache_ray-", dir="/tmp")
     # Logical CPUs: a second replica's placement group must find room whatever the machine has.
-    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), object_store_memory=128 << 20, **quiet_run)
+    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), object_store_memory=128 << 20, _temp_dir=cluster.ray_dir, **quiet_run)
     cluster.owns_ray = True
 
 

@@ -98,7 +98,7 @@ class HiCacheDeployment:
             if body.return_logprob:
                 answer["logprobs"] = logprobs
             if body.digests:
-                answer["digests"] = {"restored": report["restored"], "made": report["made"]}
+                answer["digests"] = report["digests"]
             yield answer
 
     def _check(self, tokens: Sequence[int], new_tokens: int) -> None:

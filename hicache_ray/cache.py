@@ -66,7 +66,8 @@ class Sampled:
 class Report:
     """How a request was served. ``device + host + storage + computed`` is the length of the prompt, in tokens.
 
-    ``restored`` and ``made``: per component, page index (of the base page that it ends with) -> digest per rank, where asked for.
+    ``digests``, where asked for: of all pages and snapshots of the path that are on the device when the request ends. What it resumed from
+    is among them, held since it was restored; they are taken after the last token, so that they delay none.
     """
 
     device: int
@@ -74,8 +75,7 @@ class Report:
     storage: int
     computed: int
     limit: Limit
-    restored: PageDigests = field(default_factory=dict)
-    made: PageDigests = field(default_factory=dict)
+    digests: PageDigests = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ class Cache:
             yield from self._fetch(job)
             yield Wait.ENGINE
             resumed = yield from self._load(job)
-            restored = yield from self._digests(job, resumed.length, job.request.digests)
-            made = yield from self._compute(job, resumed)
-            report = self._report(job, resumed, restored, made)
+            yield from self._compute(job, resumed)
+            digests = yield from self._digests(job)
+            report = self._report(job, resumed, digests)
         finally:
             self._release(job)
         self.events.append(Ended(job.request.rid, report))
@@ -290,7 +290,7 @@ class Cache:
         yield from self._room(Tier.DEVICE, compute.need(self.spec, self.settings, shape), job.request.rid)
         return resumed
 
-    def _compute(self, job: Job, resumed: Plan) -> Generator[Record | Wait, Merged, PageDigests]:
+    def _compute(self, job: Job, resumed: Plan) -> Story:
         """Prefill and decode; then publish what was made."""
         request, page = job.request, self.spec.page_size
         job.phase = Phase.RUNNING
@@ -318,7 +318,6 @@ class Cache:
             steps = compute.decode_steps(shape.prompt, sampled, request.new_tokens, page)
         job.keys = extend_keys(request.namespace, job.keys, tokens[:end])
         self._insert(job, run, end)
-        return (yield from self._digests(job, len(job.keys), request.digests))
 
     def _insert(self, job: Job, run: compute.Run, end: int) -> None:
         """Publish what the run made, and mark the whole path as just used."""
@@ -435,16 +434,16 @@ class Cache:
         if self.engine_owner == job.request.rid:
             self.engine_owner = None
 
-    def _digests(self, job: Job, k: int, wanted: bool) -> Generator[Record | Wait, Merged, PageDigests]:
-        """Digests of the cached device pages (snapshots) up to ``k`` pages; of all of them, not only of those a resume needs.
+    def _digests(self, job: Job) -> Generator[Record | Wait, Merged, PageDigests]:
+        """Digests of the path's cached device pages and snapshots; of all of them, not only of those a resume needs.
 
         Empty where they are not wanted, or where a rank has failed to give them: a request does not fail for that.
         """
-        if not wanted or not k:
+        if not job.request.digests or not job.keys:
             return {}
         pages: dict[str, list[int]] = {}
         slots: dict[str, Slots] = {}
-        entries = self.res.index.find(job.keys[:k])
+        entries = self.res.index.find(job.keys)
         for c in self.spec.components:
             at = self.res.index.slots((Tier.DEVICE, c.name), entries)
             pages[c.name] = np.flatnonzero(at >= 0).tolist()
@@ -454,7 +453,7 @@ class Cache:
             return {}
         return {c: dict(zip(pages[c], got.digests.get(c, ()), strict=True)) for c in pages}
 
-    def _report(self, job: Job, resumed: Plan, restored: PageDigests, made: PageDigests) -> Report:
+    def _report(self, job: Job, resumed: Plan, digests: PageDigests) -> Report:
         page = self.spec.page_size
         pages = plan.sources(plan.with_sources(resumed, dict.fromkeys(job.storage_pages, Tier.STORAGE)))
         by_tier = {tier.value: n * page for tier, n in pages.items()}
@@ -463,4 +462,4 @@ class Cache:
         for name, n in (*by_tier.items(), ("computed", computed)):
             self.tokens[name] += n
         job.phase = Phase.DONE
-        return Report(by_tier["device"], by_tier["host"], by_tier["storage"], computed, job.limit, restored, made)
+        return Report(by_tier["device"], by_tier["host"], by_tier["storage"], computed, job.limit, digests)
