@@ -84,11 +84,11 @@ class Arena:
         """Sweeps dead incarnations, then takes the name, the room and the memory. Raises ConfigError and leaves nothing behind."""
         self.config = config
         self.incarnation = secrets.token_hex(8)
-        slabs = SlabMap(config.size_bytes, config.slab_bytes or default_slab_bytes(config.size_bytes))
         directory, socket_dir = Path(config.directory), config.socket_path.parent.parent
         for swept in {directory, socket_dir}:
             sweep(swept)
-        require_room(directory, data_offset(slabs.capacity_bytes) + slabs.capacity_bytes)
+        require_room(directory, data_offset(config.size_bytes) + config.size_bytes)
+        slabs = SlabMap(config.size_bytes, config.slab_bytes or default_slab_bytes(config.size_bytes))
         self._owned = [OwnedDirectory.create(socket_dir, config.name, config.start_timeout_s)]
         try:
             self._owned.append(OwnedDirectory.create(directory, f"{config.name}-{self.incarnation}"))

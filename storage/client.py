@@ -12,11 +12,12 @@ from hicache_ray.storage.arena import ArenaAddress
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier, Copy, as_array
 from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
 from hicache_ray.storage.segment import Array
 from hicache_ray.storage.session import ClientConfig, Session
-from hicache_ray.storage.wire import ID_BYTES, MAX_IDS, Kind
-from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer, Bytes, StoreStats
+from hicache_ray.storage.wire import MAX_IDS, Kind
+from hicache_ray.store import Answer, Bytes, StoreStats
 
 _MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
 _RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
@@ -40,8 +41,7 @@ class ArenaClient:
     # -- objects -----------------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
-        _require_sizes(keys, KEY_BYTES, "key")
-        _require_sizes(tags, TAG_BYTES, "tag")
+        require_keys(keys, tags)
         found = {tag: Answer() for tag in tags}
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(keys, MAX_IDS):
@@ -52,7 +52,7 @@ class ArenaClient:
         return found
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
-        _require_sizes(ids, ID_BYTES, "id")
+        require_ids(ids)
         arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
         fresh = dict(zip(reversed(ids), reversed(arrays), strict=True))  # of equal ids the first counts
         visible: set[bytes] = set()
@@ -62,7 +62,7 @@ class ArenaClient:
         return bits.pack(id in visible for id in ids)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
-        _require_sizes(ids, ID_BYTES, "id")
+        require_ids(ids)
         arrays = [as_array(target, writable=True) for _, target in zip(ids, targets, strict=True)]
         verified = 0
         with self._session.asking(timeout_s) as (connection, deadline):
@@ -72,7 +72,7 @@ class ArenaClient:
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> ArenaLent:
         """As the protocol says; the views are read-only pyarrow.Buffers. At most MAX_IDS ids."""
-        _require_sizes(ids, ID_BYTES, "id")
+        require_ids(ids)
         if len(ids) > MAX_IDS:
             raise StoreError(f"one lease covers at most {MAX_IDS} objects, not {len(ids)}")
         with self._session.asking(timeout_s) as (connection, deadline):
@@ -82,7 +82,7 @@ class ArenaClient:
             return ArenaLent(self._session, connection.mapped, lease, Deadline(self._clock, asked + lease.seconds))
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
-        _require_sizes(ids, ID_BYTES, "id")
+        require_ids(ids)
         existed = 0
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(ids, MAX_IDS):
@@ -170,7 +170,7 @@ class ArenaClient:
         sums = self._copier.run(copies, lambda: deadline.passed() or held.passed())
         verified, bad = 0, set[int]()
         for (i, loan), found in zip(fit, sums, strict=True):
-            if found is not None and memory.generation(loan.offset) == loan.generation:
+            if found is not None and memory.unchanged(loan):
                 if found == loan.checksum:
                     verified |= 1 << i
                 else:
@@ -187,9 +187,3 @@ def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[by
     """(index of the first, at most ``size`` items) over all items."""
     for at in range(0, len(items), size):
         yield at, items[at : at + size]
-
-
-def _require_sizes(values: Sequence[bytes], size: int, what: str) -> None:
-    wrong = set(map(len, values)) - {size}
-    if wrong:
-        raise StoreError(f"a {what} has {size} bytes, not {wrong.pop()}")

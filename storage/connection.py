@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
@@ -15,6 +16,7 @@ from hicache_ray.storage.segment import Segment
 from hicache_ray.storage.wire import Kind, Reader, Splitter, WireError
 
 _RECV = 256 << 10
+_ATTEMPTS, _ATTEMPT_S = 500, 0.002
 
 
 class Refused(StoreError):
@@ -61,12 +63,22 @@ class Connection:
         self.segment: Segment | None = None  # set by the pool once the hello is known
         try:
             with self._translated():
-                self._sock.settimeout(deadline.left())
-                self._sock.connect(path)
+                self._connect(deadline)
             self.hello: Hello = messages.unpack_hello(self.call(Kind.HELLO, b"", deadline))
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, deadline: Deadline) -> None:
+        """A Unix socket with a timeout does not wait while the listener's queue is full, so we do, for a second at most."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._sock.settimeout(deadline.left())
+            try:
+                return self._sock.connect(self._path)
+            except BlockingIOError:
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(_ATTEMPT_S)
 
     @property
     def mapped(self) -> Segment:
@@ -77,7 +89,8 @@ class Connection:
     def call(self, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
         """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused."""
         with self._translated():
-            self._send(kind, body, deadline)
+            with suppress(BrokenPipeError):  # hung up already, but perhaps not without saying why
+                self._send(kind, body, deadline)
             while (frame := self._splitter.next()) is None:
                 self._sock.settimeout(deadline.left())
                 data = self._sock.recv(_RECV)

@@ -99,7 +99,7 @@ def checksum(data: Array) -> int:
 def as_array(data: Bytes, writable: bool = False) -> Array:
     """The bytes of any contiguous buffer, without a copy. Raises StoreError."""
     try:
-        array = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
+        array = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
     except (TypeError, ValueError, BufferError) as error:
         raise StoreError(f"a {type(data).__name__} is not one contiguous buffer of bytes: {error}") from error
     if writable and not array.flags.writeable and array.nbytes:

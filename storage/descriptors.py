@@ -29,7 +29,8 @@ class Reservation(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """A leased object: ``length`` bytes at ``offset`` hash to ``checksum`` while the generation word of ``offset`` is ``generation``."""
+    """A leased object: ``length`` bytes at ``offset`` hash to ``checksum`` while the generation word of ``offset`` is ``generation``
+    (objects shorter than a block share a word; for them it says nothing)."""
 
     offset: int
     length: int

@@ -31,11 +31,12 @@ class Words(Protocol):
 
 @dataclass
 class _Claim:
-    """An open lease, or the open reservation of connection ``owner``."""
+    """An open lease, or the open reservation of connection ``owner``. ``order``: all visible or reserved entries of that call."""
 
     deadline: float
     owner: int
     entries: list[Entry]
+    order: list[Entry] = field(default_factory=list)
 
 
 @dataclass
@@ -43,8 +44,8 @@ class _Batch:
     """One call of reserve. What was used at tick ``start`` or later is not evicted for it."""
 
     start: int
-    found: list[Entry] = field(default_factory=list)
     placed: list[Entry] = field(default_factory=list)
+    order: list[Entry] = field(default_factory=list)  # those placed and those found, in the order of the call
     compared: set[int] = field(default_factory=set)  # classes whose oldest object was compared with the coldest runs
     starved: set[int] = field(default_factory=set)  # classes for which nothing more can be evicted
 
@@ -113,11 +114,14 @@ class ArenaIndex:
         self.expire()
         self._tick += 1
         batch = _Batch(self._tick)
-        grants = [self._reserve_one(id, length, batch) for id, length in zip(ids, lengths, strict=True)]
-        self._use(batch.found)
-        self.counters.put_refused += sum(grant.outcome is Outcome.REFUSED for grant in grants)
+        self._use([self.sealed[id] for id in ids if id in self.sealed])  # before anything is evicted
+        sizes = {length: slot_bytes(length) for length in set(lengths)}
+        grants = [self._reserve_one(id, length, sizes[length], batch) for id, length in zip(ids, lengths, strict=True)]
         seconds = min(seconds, self.hold_s)
-        return Reservation(self._open_claim(self._holds, seconds, owner, batch.placed), seconds, grants)
+        id = self._open_claim(self._holds, seconds, owner, batch.placed)
+        if id:
+            self._holds[id].order = batch.order
+        return Reservation(id, seconds, grants)
 
     def seal(self, reservation: int, checksums: Sequence[int | None], owner: int) -> int:
         """Make the granted objects visible, in the order of the grants; None gives that object up. Returns the bitset of those sealed.
@@ -131,7 +135,7 @@ class ArenaIndex:
         del self._holds[reservation]
         done = [self._seal_one(entry, checksum) for entry, checksum in zip(hold.entries, checksums, strict=True)]
         self.counters.puts += sum(done)
-        self._use([entry for entry, sealed in zip(hold.entries, done, strict=True) if sealed])
+        self._use([entry for entry in hold.order if entry.state is State.SEALED])
         return bits.pack(done)
 
     def disconnect(self, owner: int) -> None:
@@ -220,46 +224,39 @@ class ArenaIndex:
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _reserve_one(self, id: bytes, length: int, batch: _Batch) -> Grant:
+    def _reserve_one(self, id: bytes, length: int, size: int, batch: _Batch) -> Grant:
         existing = self.sealed.get(id)
         if existing is not None:
-            self._use([existing])  # at once, so that a later id of this call does not evict it
-            batch.found.append(existing)
+            batch.order.append(existing)
             return Grant(Outcome.EXISTS, 0)
         if id in self.reserved:
             return Grant(Outcome.PENDING, 0)
-        entry = self._place(id, length, batch)
+        entry = self.slabs.allocate(id, length, size, self._tick)
+        if entry is None and self._make_room(size, batch):
+            entry = self.slabs.allocate(id, length, size, self._tick)
         if entry is None:
+            self.counters.put_refused += 1
             return Grant(Outcome.REFUSED, 0)
-        word = entry.offset // BLOCK
-        entry.generation = self.generations[word] + 1
-        self.generations[word] = entry.generation
-        self.slabs.touch(entry, self._tick)
+        offset = entry.offset
+        entry.generation = self.generations[offset // BLOCK] + 1
+        self.generations[offset // BLOCK] = entry.generation
         self.reserved[id] = entry
         self.used_bytes += length
         batch.placed.append(entry)
-        return Grant(Outcome.GRANTED, entry.offset)
+        batch.order.append(entry)
+        return Grant(Outcome.GRANTED, offset)
 
-    def _place(self, id: bytes, length: int, batch: _Batch) -> Entry | None:
-        if not self.slabs.fits(length):
-            return None
-        entry = self.slabs.allocate(id, length)
-        if entry is None and self._make_room(length, batch):
-            entry = self.slabs.allocate(id, length)
-        return entry
-
-    def _make_room(self, length: int, batch: _Batch) -> bool:
+    def _make_room(self, size: int, batch: _Batch) -> bool:
         """Evict the oldest object of the class, or runs of other classes that are colder than it. Nothing that this batch used.
 
         Runs are compared once per batch and class: a scan of all slabs per object would cost more than the copy of a small page.
         """
-        size = slot_bytes(length)
         if size in batch.starved:
             return False
         own = next((e for e in self._lru.get(size, {}).values() if not e.pins), None)
         if own is not None and own.tick >= batch.start:
             own = None
-        window = self.slabs.coldest(length, batch.start) if own is None or size not in batch.compared else None
+        window = self.slabs.coldest(size, batch.start) if own is None or size not in batch.compared else None
         batch.compared.add(size)
         if window is not None and (own is None or window.mean_tick < own.tick):
             victims = [entry for run in window.runs for entry in run.entries if entry is not None]

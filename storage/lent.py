@@ -35,7 +35,7 @@ class ArenaLent:
         if self._released or self._until.passed():
             return 0
         loans = self._lease.loans
-        return bits.pack(loan is not None and self._memory.generation(loan.offset) == loan.generation for loan in loans)
+        return bits.pack(loan is not None and self._memory.unchanged(loan) for loan in loans)
 
     def release(self) -> None:
         """Idempotent. Errors are of no interest: a lease that nobody ends runs out."""

@@ -13,6 +13,7 @@ from types import TracebackType
 from hicache_ray.errors import Inconsistent, StoreClosed
 from hicache_ray.storage import bits
 from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 
@@ -44,10 +45,12 @@ class MemoryStore:
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        require_keys(keys, tags)
         with self._locked():
             return {tag: Answer(hit=bits.pack(key + tag in self._objects for key in keys)) for tag in tags}
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        require_ids(ids)
         arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
         with self._locked():
             mine = {id for id in ids if id in self._objects}
@@ -67,6 +70,7 @@ class MemoryStore:
             return bits.pack(id in mine for id in ids)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
+        require_ids(ids)
         arrays = [as_array(target, writable=True) for _, target in zip(ids, targets, strict=True)]
         with self._locked():
             found = [self._objects.get(id) for id in ids]
@@ -84,6 +88,7 @@ class MemoryStore:
             return verified
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> MemoryLent:
+        require_ids(ids)
         with self._locked():
             held = [self._objects.get(id) for id in ids]
             self._use([id for id in ids if id in self._objects])
@@ -94,6 +99,7 @@ class MemoryStore:
             return lent
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        require_ids(ids)
         with self._locked():
             return bits.pack([self._remove(id) for id in ids])
 
@@ -131,7 +137,7 @@ class MemoryStore:
 
     def check(self) -> None:
         """Raises Inconsistent."""
-        with self._locked():
+        with self._lock:
             held = {id(item): item for lent in self._leases.values() for item in lent.held if item is not None}
             held.update((id(item), item) for item in self._objects.values())
             if self._stats.used_bytes != sum(len(item.data) for item in held.values()):

@@ -25,6 +25,8 @@ from hicache_ray.storage.descriptors import Grant, Lease, Loan, Outcome, Reserva
 from hicache_ray.storage.wire import Reader, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
 
+OUTCOMES = tuple(Outcome)  # by value; calling the enum costs more than all else in its message
+
 
 class Hello(NamedTuple):
     """``segments``: (path, data bytes) of each; one today."""
@@ -88,9 +90,9 @@ def pack_reservation(reservation: Reservation) -> bytes:
 def unpack_reservation(reader: Reader, count: int) -> Reservation:
     id, seconds = reader.number("Q"), reader.real()
     try:
-        outcomes = [Outcome(code) for code in reader.take(count)]
-    except ValueError as error:
-        raise WireError(f"unknown outcome: {error}") from error
+        outcomes = [OUTCOMES[code] for code in reader.take(count)]
+    except IndexError as error:
+        raise WireError("unknown outcome of a reservation") from error
     return Reservation(id, seconds, list(map(Grant, outcomes, reader.numbers("Q", count))))
 
 

@@ -32,14 +32,16 @@ class OwnedDirectory:
         Raises ConfigError.
         """
         if not parent.is_dir():
-            raise ConfigError(f"storage.directory {parent} is not a directory; create it or choose another")
+            raise ConfigError(f"{parent} is not a directory; create it, or choose another storage.directory or storage.socket_dir")
         path = parent / (PREFIX + name)
         deadline = time.monotonic() + wait_s
         while True:
             try:
                 owned = cls._try(path)
             except OSError as error:
-                raise ConfigError(f"cannot create {path}: {error.strerror}; choose another storage.directory") from error
+                raise ConfigError(
+                    f"cannot create {path}: {error.strerror}; choose another storage.directory or storage.socket_dir"
+                ) from error
             if owned is not None:
                 return owned
             if time.monotonic() >= deadline:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hicache_ray.errors import ConfigError, StoreError
-from hicache_ray.storage.slabs import BLOCK
+from hicache_ray.storage.descriptors import Loan
+from hicache_ray.storage.slabs import BLOCK, SHARES_WORD
 
 Array = npt.NDArray[np.uint8]
 _MADV_POPULATE_WRITE = 23  # linux 5.14: faults pages in without changing them
@@ -92,8 +93,9 @@ class Segment:
         finally:
             os.close(descriptor)
 
-    def generation(self, offset: int) -> int:
-        return self.generations[offset // BLOCK]
+    def unchanged(self, loan: Loan) -> bool:
+        """Has the memory of a loan not been given away since? Where slots share a word, only the lease's clock and the checksum can say."""
+        return loan.length <= SHARES_WORD or self.generations[loan.offset // BLOCK] == loan.generation
 
     def prefault(self, threads: int) -> None:
         """Fault all pages in, in the background: the first touch of fresh shared memory costs ten copies."""

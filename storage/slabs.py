@@ -20,7 +20,8 @@ from hicache_ray.errors import ConfigError, Inconsistent
 ALIGN = 64  # bytes: no two objects share a cache line
 CLASSES_PER_OCTAVE = 64
 MAX_WASTE = 16  # a run may leave 1/16 of itself uncut
-BLOCK = 4096  # bytes: slabs are multiples of it
+BLOCK = 4096  # bytes: slabs are multiples of it; there is one generation word per block
+SHARES_WORD = BLOCK - ALIGN  # bytes: objects up to this long have slots shorter than a block, of which several share a word
 
 
 class State(enum.Enum):
@@ -110,9 +111,8 @@ class SlabMap:
         self._owner = [None] * self.free_slabs
         self.capacity_bytes = self.free_slabs * self.slab_bytes
 
-    def allocate(self, id: bytes, length: int) -> Entry | None:
-        """Place a reserved entry (one pin, tick 0) in a free slot; None when its class has none and no free slabs are adjacent."""
-        size = slot_bytes(length)
+    def allocate(self, id: bytes, length: int, size: int, tick: int) -> Entry | None:
+        """Place a reserved entry (one pin) in a free slot of class ``size``; None when there is none and no free slabs are adjacent."""
         runs = self._open.get(size)
         run = next(iter(runs.values())) if runs else self._carve(size)
         if run is None:
@@ -120,9 +120,11 @@ class SlabMap:
         number = run.free.pop()
         if not run.free:
             del self._open[size][run.start]
-        entry = Entry(id, length, run, number, State.RESERVED, 1, 0, 0, 0)
+        entry = Entry(id, length, run, number, State.RESERVED, 1, tick, 0, 0)
         run.entries[number] = entry
         run.pinned += 1
+        run.tick_sum += tick
+        run.newest = tick
         return entry
 
     def free(self, entry: Entry) -> None:
@@ -150,13 +152,9 @@ class SlabMap:
         entry.pins -= 1
         entry.run.pinned -= entry.pins == 0
 
-    def fits(self, length: int) -> bool:
-        """Could an object of this length ever be stored here?"""
-        return slot_bytes(length) <= self.capacity_bytes
-
-    def coldest(self, length: int, before: int) -> Window | None:
-        """The cheapest runs to empty so that an object of ``length`` gets a run: no pins in them, no use at tick ``before`` or later."""
-        preferred, least = self._run_slabs(slot_bytes(length))
+    def coldest(self, size: int, before: int) -> Window | None:
+        """The cheapest runs to empty so that class ``size`` gets a run: no pins in them, no use at tick ``before`` or later."""
+        preferred, least = self._run_slabs(size)
         return self._coldest(preferred, before) or (self._coldest(least, before) if least < preferred else None)
 
     def entries(self) -> list[Entry]:

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hicache_ray.errors import StoreError
-from hicache_ray.store import KEY_BYTES, TAG_BYTES
+from hicache_ray.storage.ids import ID_BYTES
 
 MAGIC, VERSION = b"hR", 1
 HEADER = struct.Struct("<2sBBII")
-ID_BYTES = KEY_BYTES + TAG_BYTES
 MAX_BODY = 4 << 20  # bytes
 MAX_IDS = 16384  # ids, or keys, of one frame
 MAX_ASKED = 1 << 18  # keys x tags of one lookup: bounds how long the service works on one frame

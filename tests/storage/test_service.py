@@ -1,0 +1,198 @@
+"""The service against peers that misbehave, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hicache_ray.errors import ConfigError, StoreClosed, StoreError
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, wire
+from hicache_ray.storage.owned import PREFIX
+from hicache_ray.storage.wire import HEADER, MAGIC, VERSION, Kind
+from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, put
+
+
+class Peer:
+    """A bare socket."""
+
+    def __init__(self, path: str, greet: bool = True) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(path)  # blocking: waits while the queue of the listener is full
+        self.sock.settimeout(TIMEOUT_S)
+        self.splitter = wire.Splitter(wire.REPLY)
+        if greet:
+            assert self.ask(Kind.HELLO, b"").kind == Kind.HELLO
+
+    def ask(self, kind: int, body: bytes) -> wire.Frame:
+        self.sock.sendall(wire.encode(kind, 1, body))
+        while (frame := self.splitter.next()) is None:
+            data = self.sock.recv(65536)
+            assert data, "the service hung up"
+            self.splitter.feed(data)
+        return frame
+
+    def wait_for_the_end(self) -> bytes:
+        """What the service still says until it hangs up."""
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := self.sock.recv(65536):
+                said += data
+        return said
+
+
+@pytest.fixture
+def peer(service: ArenaService) -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def make(greet: bool = True) -> Peer:
+        peers.append(Peer(service.address.socket, greet))
+        return peers[-1]
+
+    yield make
+    for one in peers:
+        one.sock.close()
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another version": HEADER.pack(MAGIC, VERSION + 1, Kind.PING, 1, 0),
+    "a huge length": HEADER.pack(MAGIC, VERSION, Kind.RESERVE, 1, 2**32 - 1),
+    "an unknown kind": HEADER.pack(MAGIC, VERSION, 77, 1, 0),
+    "a reply": HEADER.pack(MAGIC, VERSION, Kind.PING | wire.REPLY, 1, 0),
+    "a count without items": wire.encode(Kind.LEASE, 1, struct.pack("<I", 2**31)),
+    "too many bytes": wire.encode(Kind.DROP, 1, struct.pack("<I", 0) + b"x"),
+    "an error": wire.encode(Kind.ERROR, 1, b"no"),
+    "a second hello": wire.encode(Kind.HELLO, 1, b""),
+    "a record that is not one": wire.encode(Kind.DESCRIBE, 1, struct.pack("<H", 1) + b"d[1, 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "greet"), [(what, greet) for what in GARBAGE for greet in (True, False) if greet or what != "a second hello"]
+)
+def test_garbage_ends_its_own_connection_only(
+    what: str, greet: bool, client: ArenaClient, peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert put(client, [1, 2]) == 0b11
+    bad = peer(greet)
+    with caplog.at_level(logging.WARNING, "hicache_ray.storage"):
+        bad.sock.sendall(GARBAGE[what])
+        assert bad.wait_for_the_end() == b""
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is closed" in caplog.text
+    assert get(client, [1, 2]) == {1, 2}
+
+
+@pytest.mark.parametrize("half", [b"", wire.encode(Kind.PING, 1, b"x" * 100)[:50]])
+def test_half_open_peers_are_not_waited_for(half: bytes, client: ArenaClient, peer: Callable[..., Peer]) -> None:
+    silent = peer(greet=bool(half))
+    silent.sock.sendall(half)
+    assert silent.wait_for_the_end() == b""
+    assert put(client, [1]) == 1
+
+
+def test_a_peer_that_reads_no_answers_is_dropped(client: ArenaClient, peer: Callable[..., Peer]) -> None:
+    deaf = peer()
+    ping = wire.encode(Kind.PING, 1, bytes(1 << 20))
+    with pytest.raises(OSError, match="reset|pipe"):
+        deaf.sock.sendall(ping * 100)
+    assert put(client, [1]) == 1
+
+
+def test_connections_are_bounded(config: ArenaConfig, connect: Callable[..., ArenaClient]) -> None:
+    with ArenaService(replace(config, max_connections=3)) as service:
+        peers = [Peer(service.address.socket) for _ in range(3)]
+        refused = connect(service.address)
+        with pytest.raises(StoreError, match="all 3 connections are taken; see storage.max_connections"):
+            put(refused, [1])
+        peers[0].sock.close()
+        peers[1].ask(Kind.PING, b"")
+        while len(service._handlers) == 3:  # until the service has seen it
+            peers[1].ask(Kind.PING, b"")
+        assert put(connect(service.address), [1]) == 1
+        for peer in peers:
+            peer.sock.close()
+
+
+def test_many_connections_leave_nothing(service: ArenaService, client: ArenaClient) -> None:
+    assert put(client, [1]) == 1
+    for _ in range(500):
+        Peer(service.address.socket, greet=False).sock.close()
+    assert get(client, [1]) == {1}
+
+
+def test_a_closed_peers_reservation_is_reclaimed(client: ArenaClient, peer: Callable[..., Peer]) -> None:
+    """What a writer leaves that dies between reserve and seal."""
+    writer = peer()
+    ids = wire.ids([name(n) for n in range(64)])
+    writer.ask(Kind.RESERVE, ids + wire.numbers("Q", [PAGE] * 64) + wire.real(30.0))
+    assert client.lookup([key(1)], [TAG], TIMEOUT_S)[TAG].pending == 1
+    assert put(client, [1, 100]) == 0
+    writer.sock.close()
+    while client.stats(TIMEOUT_S).used_bytes:
+        pass  # until the service has seen it
+    assert put(client, [1, 100]) == 0b11
+
+
+def test_a_stolen_reservation_seals_nothing(client: ArenaClient, peer: Callable[..., Peer]) -> None:
+    writer, thief = peer(), peer()
+    reply = writer.ask(Kind.RESERVE, wire.ids([name(1)]) + wire.numbers("Q", [PAGE]) + wire.real(30.0))
+    reservation = wire.Reader(reply.body).number("Q")
+    seal = wire.number(reservation, "Q") + wire.number(1) + b"\x01" + wire.number(0, "Q")
+    assert thief.ask(Kind.SEAL, seal).body == b"\x00"
+    assert writer.ask(Kind.SEAL, seal).body == b"\x01"
+
+
+def test_descriptions_are_bounded(client: ArenaClient) -> None:
+    client.describe(b"a", {"x": "y" * (wire.MAX_RECORDS // 2)}, TIMEOUT_S)
+    with pytest.raises(StoreError, match="the descriptions would take"):
+        client.describe(b"b", {"x": "y" * (wire.MAX_RECORDS // 2)}, TIMEOUT_S)
+    assert list(client.described(TIMEOUT_S)) == [b"a"]
+
+
+def test_a_scan_of_many_pages_is_as_of_its_first(config: ArenaConfig, connect: Callable[..., ArenaClient]) -> None:
+    many = 2 * wire.MAX_IDS + 5
+    with ArenaService(replace(config, size_bytes=4 << 20, slab_bytes=None)) as service:
+        client = connect(service.address)
+        ids = [name(n) for n in range(many)]
+        assert client.put(ids, [memoryview(b"x")] * many, TIMEOUT_S) == (1 << many) - 1
+        assert set(client.scan(timeout_s=TIMEOUT_S)) == set(ids)
+        targets = [bytearray(1) for _ in ids]
+        assert client.get(ids, targets, TIMEOUT_S) == (1 << many) - 1  # type: ignore[arg-type]
+        assert client.lookup([key(n) for n in range(many)], [TAG], TIMEOUT_S)[TAG].hit == (1 << many) - 1
+        assert client.drop(ids, TIMEOUT_S) == (1 << many) - 1
+
+
+def test_close_hangs_up_and_removes_everything(config: ArenaConfig, connect: Callable[..., ArenaClient]) -> None:
+    service = ArenaService(config).start()
+    clients = [connect(service.address) for _ in range(4)]
+    for n, client in enumerate(clients):
+        put(client, [n])
+    idle = Peer(service.address.socket)
+    service.close()
+    service.close()
+    assert idle.wait_for_the_end() == b""
+    idle.sock.close()
+    assert [path.name for path in Path("/dev/shm").glob(f"{PREFIX}{config.name}*")] == []
+    assert [t.name for t in threading.enumerate() if t.name.startswith("hicache-arena")] == []
+    with pytest.raises(StoreClosed):
+        get(clients[0], [0])
+    with pytest.raises(StoreError, match="not running"):
+        service.stats()
+
+
+def test_a_failed_start_leaves_nothing(config: ArenaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "listen", refuse)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        ArenaService(config).start()
