@@ -111,8 +111,8 @@ class Group:
     def cancel(self, rid: str) -> None:
         """Give a request up at any point. Takes effect at once, or when the record in flight has completed."""
         tale = self._tales.get(rid)
-        if tale is None:
-            return
+        if tale is None or tale.job is None:
+            return  # stories of the group's own are not for callers to end
         tale.cancelled = True
         if isinstance(tale.waits, Wait):
             self._stop_waiting(tale)
@@ -136,8 +136,7 @@ class Group:
             raise Busy(f"{len(running)} requests are under way; give timeout_s to wait for them")
         for tale in [t for t in self._tales.values() if t.kind == "prefetch"]:
             self.cancel(tale.name)
-        self._background += 1
-        tale = Tale(f"flush {self._background}", "flush", self.cache.flush(tiers))
+        tale = Tale(self._own_name("flush"), "flush", self.cache.flush(tiers))
         tale.deadline = self._clock() + (timeout_s if timeout_s is not None else self.cache.settings.room_deadline_s)
         self._flushing = tale
         self._start(tale)
@@ -145,8 +144,7 @@ class Group:
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> None:
         """Make room in a tier: afterwards ``need`` slots per component are free."""
-        self._background += 1
-        self._start(Tale(f"evict {self._background}", "backup", self.cache.evict(tier, need)))
+        self._start(Tale(self._own_name("evict"), "backup", self.cache.evict(tier, need)))
 
     # -- what drivers ask ---------------------------------------------------------------------------------------------------------
 
@@ -186,6 +184,8 @@ class Group:
         if tale is not None:
             merged = merge(flight.record, [flight.outcomes[r] for r in flight.ranks])
             self._resume(tale, merged)
+        elif isinstance(flight.record, Clear):
+            self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since
         self._changed()
 
     def tick(self) -> None:
@@ -209,6 +209,8 @@ class Group:
 
     def lose(self, why: str) -> None:
         """The ranks are gone: every story ends with :class:`GroupLost`, whatever it waits for. The group is of no use afterwards."""
+        for flight in self._flights.values():
+            self.cache.res.leases.release_all(flight.leases)
         self._flights.clear()
         self._outbox.clear()
         for tale in list(self._tales.values()):
@@ -218,6 +220,14 @@ class Group:
             self._advance(tale, error=GroupLost(why))
 
     # -- how stories move -----------------------------------------------------------------------------------------------------------
+
+    def _own_name(self, what: str) -> str:
+        """For a story of the group's own. Callers choose their ids freely, so a name may be taken."""
+        while True:
+            self._background += 1
+            name = f"{what} {self._background}"
+            if name not in self._tales:
+                return name
 
     def _start(self, tale: Tale) -> None:
         self._tales[tale.name] = tale
@@ -277,6 +287,7 @@ class Group:
         self._launch(tale, waits)
 
     def _launch(self, tale: Tale, record: Record) -> None:
+        tale.deadline = None  # a record has its own
         to_store = isinstance(record, Lookup | Clear)
         flight = Flight(record, tale, (STORE,) if to_store else self._ranks)
         if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
@@ -292,8 +303,7 @@ class Group:
     def _adopt_spawned(self) -> None:
         while self.cache.spawned:
             name, story = self.cache.spawned.pop(0)
-            self._background += 1
-            tale = Tale(f"{name} #{self._background}", "backup", story)
+            tale = Tale(self._own_name(name), "backup", story)
             self._tales[tale.name] = tale
             self._advance(tale)
 
@@ -303,19 +313,26 @@ class Group:
                 queue.remove(tale)
 
     def _changed(self) -> None:
-        """Something completed: those who wait for that may go on."""
-        for tale in [t for t in self._tales.values() if t.waits is Wait.CHANGE]:
-            deadline = tale.deadline
-            self._advance(tale)
-            if tale.waits is Wait.CHANGE:
-                tale.deadline = deadline
-        while self.cache.engine_owner is None and self._engine:
-            tale = self._engine.popleft()
-            self.cache.engine_owner = tale.name
-            self._advance(tale)
-        flush = self._flushing
-        if flush is not None and flush.waits is Wait.QUIET and not self._disturbing():
-            self._advance(flush)
+        """Something completed: those who wait for that may go on, and those who wait for them."""
+        moved = True
+        while moved:
+            moved = False
+            for tale in [t for t in self._tales.values() if t.waits is Wait.CHANGE]:
+                deadline = tale.deadline
+                self._advance(tale)
+                if tale.waits is Wait.CHANGE:
+                    tale.deadline = deadline
+                else:
+                    moved = True
+            while self.cache.engine_owner is None and self._engine:
+                tale = self._engine.popleft()
+                self.cache.engine_owner = tale.name
+                self._advance(tale)
+                moved = True
+            flush = self._flushing
+            if flush is not None and flush.waits is Wait.QUIET and not self._disturbing():
+                self._advance(flush)
+                moved = True
 
     def _disturbing(self) -> list[str]:
         """What a flush waits for: everything but itself, revoked prefetches whose read is still in flight, and those who wait for it."""
@@ -349,5 +366,7 @@ def merge(record: Record, outcomes: Sequence[Outcome]) -> Merged:
     first = outcomes[0]
     if not error and any(o.output != first.output for o in outcomes):
         raise GroupLost(f"the ranks sampled different tokens: {[o.output for o in outcomes]}")
-    digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in first.digests}
+    # Digests are told for all ranks or not at all: a rank that failed has none to set beside the others'.
+    names = () if error else first.digests
+    digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in names}
     return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error)
