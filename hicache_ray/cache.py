@@ -250,7 +250,8 @@ class Cache:
             found = prefetch.commit(self.res, found, moved, got.bits)
         finally:
             transfer.close(self.res, moved)
-        job.storage_pages |= {(leg.component, page) for leg in moved.legs for page in leg.pages.tolist()}
+        for leg, bits in zip(moved.legs, got.bits, strict=True):
+            job.storage_pages |= {(leg.component, page) for i, page in enumerate(leg.pages.tolist()) if bits >> i & 1}
         return found
 
     def _load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:

@@ -25,7 +25,7 @@ from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, Namespace, as_tokens, page_keys
 from hicache_ray.match import match
 from hicache_ray.pool import Pool
-from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Tokens
+from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record, Tokens
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.settings import Settings, WritePolicy
@@ -76,6 +76,12 @@ def chunked(tokens: int, **more: Any) -> Component:
 def state(every: int = 0, **more: Any) -> Component:
     """A snapshot made at exactly L; the engine makes one every ``every`` tokens."""
     return _component(Kind.STATE, every, STATE, more)
+
+
+def _lane(record: Record) -> str:
+    if isinstance(record, Compute):
+        return "compute"
+    return "storage" if isinstance(record, Move) and Tier.STORAGE in (record.source, record.target) else "copy"
 
 
 @dataclass(frozen=True)
@@ -429,13 +435,15 @@ class Stack:
             raise self.errors[name]
 
     def audit(self) -> None:
-        """Raises unless every count, lease and link is consistent."""
+        """Raises unless every count, lease and link is consistent, and every rank has executed its records in the one order.
+
+        A rank computes, copies and talks to storage beside each other; the order is that of the records of one kind.
+        """
         self.group.check()
-        for executed in self.executed[1:]:
-            mine = [e.record.id for e in executed]
-            first = [e.record.id for e in self.executed[0]]
-            if mine[: len(first)] != first[: len(mine)]:
-                raise HiCacheError("two ranks have executed records in different orders")
+        for lane in ("compute", "copy", "storage"):
+            first, *others = ([e.record.id for e in executed if _lane(e.record) == lane] for executed in self.executed)
+            if any(mine[: len(first)] != first[: len(mine)] for mine in others):
+                raise HiCacheError(f"two ranks have executed {lane} records in different orders")
 
     # -- small things ---------------------------------------------------------------------------------------------------------------
 
