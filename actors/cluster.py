@@ -177,9 +177,6 @@ def _connect(cluster: Cluster, address: str | None) -> None:
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
-    if "RAY_AUTH_MODE" not in os.environ:
-        # A token of this run only: by default Ray would write one into the user's home.
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     cpus = SPARE_CPUS + (cluster.config.serve.replicas + 1) * (cluster.config.model.tp + 1)
     # Below /tmp whatever TMPDIR says: Ray's sockets need a short path.
     cluster.ray_dir = tempfile.mkdtemp(prefix="hicache_ray-", dir="/tmp")
