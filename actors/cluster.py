@@ -181,7 +181,9 @@ def _connect(cluster: Cluster, address: str | None) -> None:
     # Below /tmp whatever TMPDIR says: Ray's sockets need a short path.
     cluster.ray_dir = tempfile.mkdtemp(prefix="hicache_ray-", dir="/tmp")
     # Logical CPUs: a second replica's placement group must find room whatever the machine has.
-    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), object_store_memory=128 << 20, _temp_dir=cluster.ray_dir, **quiet_run)
+    ray.init(
+        address="local", num_cpus=max(cpus, os.cpu_count() or 1), object_store_memory=128 << 20, _temp_dir=cluster.ray_dir, **quiet_run
+    )
     cluster.owns_ray = True
 
 

@@ -19,8 +19,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
     "cache": ("cache",),
     "group": ("group",),
-    "tools": ("copies", "copies_cpu", "digest", "executor", "testing", "ask", "explain", "ledger", "trace", "simulate", "sizing", "metrics"),
-    "cli": ("cli",),
+    "tools": (
+        *("ask", "copies", "copies_cpu", "digest", "executor", "testing"),
+        *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
+    ),
+    "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
 }
 #: Layers that are a folder: everything in it belongs to them.
 FOLDERS = ("storage", "integrations", "actors")

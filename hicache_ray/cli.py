@@ -1,0 +1,176 @@
+"""The command line: ``hicache-ray demo | probe | serve | status | stats | flush``.
+
+Results go to stdout, progress to stderr. Every setting of the configuration is a flag of every command that starts a tier
+(``--storage-size 1GiB``). Exit codes: 0 well, 1 the probe found a problem, 2 something is wrong with what was asked, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from hicache_ray import cli_admin, cli_flags, cli_tables
+from hicache_ray.config_sources import Loaded
+from hicache_ray.errors import ConfigError, HiCacheError
+
+PROMPT_TOKENS = 6145
+
+app = typer.Typer(
+    name="hicache-ray",
+    help="A KV-cache tier for LLM serving on Ray: device, host and storage, bit-exact for every kind of model cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog="Every setting is a flag too, e.g. --storage-size 1GiB; see --print-config of serve for all of them.",
+)
+cli_admin.register(app)
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with settings")]
+PromptTokens = Annotated[int, typer.Option(help="length of the prompt R; k * grid + 1 leaves one token to compute")]
+JsonTo = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the result as JSON; - for stdout")]
+
+
+@contextmanager
+def _ended_well() -> Iterator[Callable[[str], None]]:
+    """Progress on stderr; errors of ours as sentences; Ctrl-C and SIGTERM unwind everything that was started."""
+    console = Console(stderr=True, highlight=False)
+
+    def interrupt(_: int, __: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with console.status("starting") as status:
+
+            def progress(text: str) -> None:
+                status.update(text)
+                if not console.is_terminal:
+                    console.print(text)
+
+            yield progress
+    except HiCacheError as error:
+        console.print(f"hicache-ray: {error}", style="bold red", markup=False)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has been stopped")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _load(context: typer.Context, file: str | None, **flags: object) -> Loaded:
+    from hicache_ray.actors import environment
+
+    environment.own_token()
+    environment.quiet()
+    return cli_flags.load(file, flags, context.args)
+
+
+def _write(target: str | None, value: Any) -> None:
+    if target is None:
+        return
+    text = json.dumps(value, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        with open(target, "w", encoding="utf-8") as out:
+            out.write(text)
+
+
+@app.command(context_settings=SETTINGS)
+def probe(
+    context: typer.Context,
+    config: ConfigFile = None,
+    prompt_tokens: PromptTokens = PROMPT_TOKENS,
+    json_to: JsonTo = None,
+) -> None:
+    """Find out whether the tier really reuses: cold, return from the host, again, from storage, on another replica."""
+    with _ended_well() as progress:
+        loaded = _load(context, config)
+        from hicache_ray.actors import probe as probes
+
+        given = frozenset(name for name, origin in loaded.origins.items() if origin != "default")
+        _check_prompt(prompt_tokens)
+        result = probes.run(probes.sized(loaded.config, prompt_tokens, given), prompt_tokens, progress)
+    _write(json_to, result.to_json())
+    Console(stderr=json_to == "-").print(cli_tables.probe_table([result]))
+    cli_tables.print_problems([result])
+    raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command(context_settings=SETTINGS)
+def demo(
+    context: typer.Context,
+    config: ConfigFile = None,
+    prompt_tokens: PromptTokens = PROMPT_TOKENS,
+    json_to: JsonTo = None,
+) -> None:
+    """Serve a hybrid model on a local Ray with two ranks, and probe it under write_through and write_back. Leaves nothing behind."""
+    from hicache_ray.config_sources import changed
+
+    results = []
+    with _ended_well() as progress:
+        loaded = _load(context, config, **{} if "--tp" in context.args else {"model.tp": 2})
+        from hicache_ray.actors import probe as probes
+
+        given = frozenset(name for name, origin in loaded.origins.items() if origin != "default")
+        _check_prompt(prompt_tokens)
+        sized = probes.sized(loaded.config, prompt_tokens, given - {"model.tp"})
+        for policy in ("write_through", "write_back"):
+
+            def told(text: str, policy: str = policy) -> None:
+                progress(f"{policy}: {text}")
+
+            results.append(probes.run(changed(sized, {"cache.write_policy": policy}), prompt_tokens, told))
+    _write(json_to, [r.to_json() for r in results])
+    Console(stderr=json_to == "-").print(cli_tables.probe_table(results))
+    cli_tables.print_problems(results)
+    raise typer.Exit(0 if all(r.passed for r in results) else 1)
+
+
+def _check_prompt(tokens: int) -> None:
+    if tokens < 1:
+        raise ConfigError(f"--prompt-tokens is {tokens}; a prompt has at least 1 token")
+
+
+@app.command(context_settings=SETTINGS)
+def serve(
+    context: typer.Context,
+    config: ConfigFile = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to run on; none: a local one is started")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="show every setting with its origin, and end")] = False,
+) -> None:
+    """Serve a model with the tier until interrupted."""
+    with _ended_well() as progress:
+        loaded = _load(context, config)
+        if print_config:
+            cli_tables.print_config(loaded)
+            return
+        from hicache_ray.actors import cluster
+
+        with cluster.start(loaded.config, address, progress) as running:
+            out = Console()
+            out.print(f"generate: POST {running.url}/generate")
+            out.print(f"admin:    {running.admin_url} (health, stats, flush, config)")
+            if loaded.config.admin.token is None:
+                out.print(f"token:    {running.token}  (shown once; export HICACHE__ADMIN__TOKEN to use it with stats and flush)")
+            progress("serving; Ctrl-C stops")
+            while True:
+                signal.pause()
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
