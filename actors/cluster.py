@@ -80,6 +80,7 @@ class Cluster:
     admin_url: str = ""
     token: str = ""
     socket: str = ""
+    deployment: Any = None
     owns_ray: bool = False
     storage: Any = None
     gateway: Any = None
@@ -92,7 +93,7 @@ class Cluster:
         self._deploy(replicas)
 
     def _deploy(self, replicas: int) -> None:
-        app = application(self.config, self.prepared, self.config.serve.name, self.socket, replicas)
+        app = application(self.config, self.prepared, self.socket, replicas, self.deployment)
         serve.run(app, name=self.config.serve.name, route_prefix="/", blocking=False, logging_config={"log_level": "WARNING"})
 
     def stop(self) -> None:
@@ -122,22 +123,21 @@ class Cluster:
         self.stop()
 
 
-def start(config: Config, address: str | None = None, progress: Progress = quiet, prepared: Prepared | None = None) -> Cluster:
+def start(config: Config, address: str | None = None, progress: Progress = quiet, deployment: Any = None) -> Cluster:
     """Bring the tier up: Ray (a local one unless ``address`` names a cluster), storage, the deployment, the admin endpoint.
 
+    ``deployment``: a Serve deployment of your own over a subclass of HiCacheDeployment; none: the one with ``POST /generate``.
     Raises :class:`ConfigError` before anything is started, and leaves nothing behind when a later step fails.
     """
     check(config)
-    folder = None
-    if prepared is None:
-        progress("preparing the model")
-        folder = tempfile.mkdtemp(prefix="hicache_ray-model-")
-        try:
-            prepared = prepare(config, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    cluster = Cluster(config, prepared, folder=folder)
+    progress("preparing the model")
+    folder = tempfile.mkdtemp(prefix="hicache_ray-model-")
+    try:
+        prepared = prepare(config, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    cluster = Cluster(config, prepared, deployment=deployment, folder=folder)
     try:
         _bring_up(cluster, address, progress)
     except BaseException:

@@ -67,13 +67,14 @@ class CoordinatorShell:
         self.driver: Driver | None = None
         self.store = ArenaClient(setup.socket) if setup.socket else None
         self.tags = tags_of(setup.spec, setup.recipe)
-        self.totals: dict[str, int] = {}
+        self.pids: tuple[int, ...] = ()
 
-    async def adopt(self, ranks: Sequence[Any], incarnation: int) -> None:
-        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
+    async def adopt(self, ranks: Sequence[Any], incarnation: int, pids: Sequence[int] = ()) -> None:
+        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty. ``pids``: their processes, for those who
+        look into a fault."""
         if self.driver is not None:
             await self.driver.close()
-        setup = self.setup
+        setup, self.pids = self.setup, tuple(pids)
         res = Residency(setup.spec, capacities(setup.config, setup.spec))
         cache = Cache(res, settings_of(setup.config))
         # One request runs, the others wait for it.
@@ -113,7 +114,8 @@ class CoordinatorShell:
 
     async def forget_storage(self) -> None:
         """Somebody else has emptied L3: nothing counts as sealed any more."""
-        self._running().cache.res.index.clear_durable()
+        if self.driver is not None:
+            self.driver.cache.res.index.clear_durable()
 
     async def active(self) -> int:
         """Requests under way."""
@@ -164,11 +166,16 @@ class CoordinatorShell:
             "leases": len(res.leases.open()),
             "lost": driver.lost,
             "pid": os.getpid(),
+            "rank_pids": list(self.pids),
         }
 
     async def check(self) -> None:
         """Raise unless every count and lease is consistent."""
         self._running().group.check()
+
+    async def lost(self) -> str:
+        """Why the group has to be started anew; empty while it is well."""
+        return self.driver.lost if self.driver is not None else "the cache group has not started"
 
     async def ping(self) -> int:
         return os.getpid()

@@ -1,7 +1,8 @@
 """Drives a :class:`hicache_ray.group.Group` on an event loop: envelopes go out to the ranks, reports come back, deadlines are kept.
 
 Plain asyncio; the coordinator actor is a shell around it. Every wait here has a deadline; a rank that does not answer in time is a lost
-group (its slots cannot be trusted any more), storage that does not answer is a miss.
+group (its slots cannot be trusted any more), storage that does not answer is a miss. Whatever else goes wrong in the group's own logic is
+a lost group as well: its state may be half changed, and a new incarnation starts from a clean one.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from hicache_ray.ask import ask
 from hicache_ray.cache import Cache, Ended, Event, Request
-from hicache_ray.errors import GroupLost, HiCacheError
+from hicache_ray.errors import Busy, GroupLost, HiCacheError
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.records import Clear, Lookup, Outcome, Record
+from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
 
-#: How much longer than a record's own deadline its report may take before the group counts as lost.
+#: How much longer than the deadlines of a record and of those before it its report may take before the group counts as lost.
 GRACE_S = 10.0
 #: Threads that may wait for storage at once.
 STORE_THREADS = 4
@@ -49,6 +50,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="hicache-ask")
         self._timer: asyncio.Task[None] | None = None
+        self._ahead: dict[tuple[int, str], float] = {}
         self.lost: str = ""
         self.calls = {"rank": 0, "store": 0}
 
@@ -58,7 +60,8 @@ class Driver:
         """Events of a request as they happen, to its end. Abandoning the iterator cancels the request. Raises what ended it."""
         self._alive()
         queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
-        self.group.submit(request)
+        with self._losing():
+            self.group.submit(request)
         self._queues[request.rid] = queue
         ended = False
         try:
@@ -75,14 +78,16 @@ class Driver:
                 self.cancel(request.rid)
 
     def cancel(self, rid: str) -> None:
-        self.group.cancel(rid)
+        with self._losing():
+            self.group.cancel(rid)
         self._pump()
 
     async def flush(self, tiers: Sequence[Tier], timeout_s: float | None) -> None:
         """Complete when it returns. Raises :class:`~hicache_ray.errors.Busy`."""
         self._alive()
         queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
-        name = self.group.flush(tiers, timeout_s)
+        with self._losing():
+            name = self.group.flush(tiers, timeout_s)
         self._queues[name] = queue
         try:
             self._pump()
@@ -94,10 +99,16 @@ class Driver:
 
     def lose(self, why: str) -> None:
         """The ranks cannot be used any more: every request ends with :class:`GroupLost`. Further calls are refused with the reason."""
-        if not self.lost:
-            self.lost = why
+        if self.lost:
+            return
+        self.lost = why
+        try:
             self.group.lose(why)
-            self._hand_out()
+        except Exception as error:  # a story that cannot even end: those who wait must learn of the loss all the same
+            self.lost += f"; and it could not be wound up: {type(error).__name__}: {error}"
+        self._hand_out()
+        for name, queue in self._queues.items():
+            _force(queue, Ended(name, error=GroupLost(self.lost)))  # whoever has been told of an end already reads no further
 
     async def close(self) -> None:
         """End everything that is under way."""
@@ -113,6 +124,17 @@ class Driver:
     def _alive(self) -> None:
         if self.lost:
             raise GroupLost(self.lost)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """A refusal is the caller's; any other error inside the group leaves it in no state to go on."""
+        try:
+            yield
+        except HiCacheError:
+            raise
+        except Exception as error:
+            self.lose(f"the coordinator failed: {type(error).__name__}: {error}")
+            raise GroupLost(self.lost) from error
 
     def _pump(self) -> None:
         """Send what the group wants sent, hand out its events, and set the timer."""
@@ -138,34 +160,54 @@ class Driver:
 
     async def _deliver(self, envelope: Envelope, call: Awaitable[Outcome]) -> None:
         record = envelope.record
-        try:
-            outcome = await asyncio.wait_for(asyncio.ensure_future(call), record.timeout_s + GRACE_S)
-        except asyncio.CancelledError:
-            raise
-        except asyncio.TimeoutError:
-            self.lose(f"rank {envelope.rank} did not report within {record.timeout_s + GRACE_S:g} s; it is frozen or its node is gone")
-            return
-        except Exception as error:  # whatever a remote call may raise: a dead actor, a lost process group
-            self.lose(f"rank {envelope.rank} failed: {type(error).__name__}: {error}")
-            return
+        with self._patience(envelope) as patience_s:
+            try:
+                outcome = await asyncio.wait_for(asyncio.ensure_future(call), patience_s)
+            except asyncio.CancelledError:
+                raise
+            except asyncio.TimeoutError:
+                outcome = self._failed(envelope, f"did not report within {patience_s:g} s; it is frozen or its node is gone")
+            except Exception as error:  # whatever a remote call may raise: a dead actor, a lost process group
+                outcome = self._failed(envelope, f"failed: {type(error).__name__}: {error}")
         if self.lost:
             return
         try:
-            self.group.report(envelope.rank, record.id, envelope.incarnation, outcome)
+            with self._losing():
+                self.group.report(envelope.rank, record.id, envelope.incarnation, outcome)
         except HiCacheError as error:
             self.lose(str(error))
             return
         self._pump()
+
+    @contextlib.contextmanager
+    def _patience(self, envelope: Envelope) -> Iterator[float]:
+        """How long to wait for a report, in seconds. A rank executes the records of one kind in turn, and those before this one may take
+        all of their own time."""
+        lane, seconds = (envelope.rank, _kind(envelope.record)), envelope.record.timeout_s
+        self._ahead[lane] = self._ahead.get(lane, 0.0) + seconds
+        try:
+            yield self._ahead[lane] + GRACE_S
+        finally:
+            self._ahead[lane] -= seconds
+
+    def _failed(self, envelope: Envelope, how: str) -> Outcome:
+        """Storage that fails is a miss; a rank that fails takes the group along."""
+        if envelope.rank == STORE:
+            return Outcome(error=f"storage {how}")
+        self.lose(f"rank {envelope.rank} {how}")
+        return Outcome(error=self.lost)
 
     def _hand_out(self) -> None:
         for event in self.group.events():
             queue = self._queues.get(event.rid)
             if queue is None:
                 continue
-            try:
-                queue.put_nowait(event)
-            except asyncio.QueueFull:
+            if queue.full():
+                # The reader is far behind. It learns of that in the place of its oldest event, and gets no more.
+                del self._queues[event.rid]
                 self.group.cancel(event.rid)
+                event = Ended(event.rid, error=Busy(f"{EVENT_QUEUE} events of request {event.rid} wait for a reader that is too slow"))
+            _force(queue, event)
 
     async def _tick(self) -> None:
         """Sleeps from deadline to deadline while there are any; an idle cache has no timer."""
@@ -176,11 +218,28 @@ class Driver:
                     return
                 await asyncio.sleep(min(max(0.0, deadline - time.monotonic()) + 0.001, 0.25))
                 if deadline <= time.monotonic():
-                    self.group.tick()
+                    with self._losing():
+                        self.group.tick()
                     self._pump()
+        except HiCacheError as error:
+            self.lose(str(error))
         finally:
             self._timer = None
 
 
+def _force(queue: asyncio.Queue[Event], event: Event) -> None:
+    """Put, in the place of the oldest event where the queue is full."""
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(event)
+
+
 async def _now(outcome: Outcome) -> Outcome:
     return outcome
+
+
+def _kind(record: Record) -> str:
+    """Records of one kind are executed in turn by a rank; see the concurrency groups of the rank actor."""
+    if isinstance(record, Compute):
+        return "compute"
+    return "store" if isinstance(record, Move) and Tier.STORAGE in (record.source, record.target) else "copy"

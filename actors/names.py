@@ -11,7 +11,12 @@ def coordinator(app: str, replica: str) -> str:
 
 
 def is_coordinator(name: str, app: str) -> bool:
-    return name.startswith(f"{PREFIX}:coordinator:{app}:")
+    """Whether an actor coordinates a replica of this application, and not of one whose name begins alike."""
+    return name.rpartition(":")[0] == f"{PREFIX}:coordinator:{app}"
+
+
+def is_any_coordinator(name: str) -> bool:
+    return name.startswith(f"{PREFIX}:coordinator:")
 
 
 def storage(name: str, node: str) -> str:
@@ -19,7 +24,7 @@ def storage(name: str, node: str) -> str:
 
 
 def is_storage(actor: str, name: str) -> bool:
-    return actor.startswith(f"{PREFIX}:storage:{name}:")
+    return actor.rpartition(":")[0] == f"{PREFIX}:storage:{name}"
 
 
 def gateway(app: str) -> str:

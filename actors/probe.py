@@ -18,7 +18,6 @@ import numpy as np
 
 from hicache_ray.actors import cluster
 from hicache_ray.actors.cluster import Cluster, Progress, quiet
-from hicache_ray.actors.setup import Prepared
 from hicache_ray.config import Config
 from hicache_ray.config_sources import changed
 from hicache_ray.errors import HiCacheError
@@ -101,9 +100,9 @@ def sized(config: Config, prompt_tokens: int, given: frozenset[str] = frozenset(
     return changed(config, {name: value for name, value in wanted.items() if name not in given})
 
 
-def run(config: Config, prompt_tokens: int, progress: Progress = quiet, prepared: Prepared | None = None) -> Result:
+def run(config: Config, prompt_tokens: int, progress: Progress = quiet) -> Result:
     """Start a tier, probe it, stop it. Raises :class:`HiCacheError` when a step cannot be carried out at all."""
-    with cluster.start(config, progress=progress, prepared=prepared) as running:
+    with cluster.start(config, progress=progress) as running:
         return Probe(running, prompt_tokens, progress).run()
 
 

@@ -17,6 +17,10 @@ from hicache_ray.lease import Place
 from hicache_ray.records import Outcome, Record
 from hicache_ray.spec import CacheSpec, Tier
 
+#: Ranks that join a group have loaded their model already, so they meet soon or not at all.
+JOIN_S = 30.0
+#: A copy of an earlier incarnation ends within the longest deadline that a copy may have.
+DRAIN_S = 60.0
 #: Calls of one group run one after the other, in the order in which the coordinator made them.
 GROUPS = {"compute": 1, "copy": 1, "store": 2, "control": 2}
 
@@ -61,8 +65,11 @@ class RankShell:
         return {"spec": loaded.spec, "engine": fingerprint(), "note": self.mover.note, "pid": os.getpid()}
 
     @ray.method(concurrency_group="compute")
-    def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> None:
-        """Enter the group of this incarnation, on a new port; whatever an earlier one still asks for is refused from now on."""
+    def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> int:
+        """Enter the group of this incarnation, on a new port; whatever an earlier one still asks for is refused from now on.
+
+        Returns the id of this process.
+        """
         from hicache_ray.ask import tags_of
         from hicache_ray.executor import Executor, Rank
         from hicache_ray.integrations.transformers import TpConfig, join, leave
@@ -77,8 +84,9 @@ class RankShell:
         rank = Rank(setup.rank, self.spec, self.pools, tags)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
         engine = setup.config.engine
-        join(TpConfig(setup.rank, setup.config.model.tp, port, address, gloo_timeout_s=engine.gloo_timeout_s))
+        join(TpConfig(setup.rank, setup.config.model.tp, port, address, JOIN_S, engine.gloo_timeout_s))
         self.incarnation = incarnation
+        return os.getpid()
 
     @ray.method(concurrency_group="compute")
     def compute(self, record: Record, incarnation: int) -> Outcome:
@@ -103,7 +111,7 @@ class RankShell:
             with self.lock:
                 self.running -= 1
 
-    def _drain(self, timeout_s: float = 60.0) -> None:
+    def _drain(self, timeout_s: float = DRAIN_S) -> None:
         """No copy of an earlier incarnation is running when this returns."""
         with self.lock:
             self.incarnation = 0

@@ -150,13 +150,16 @@ class HttpDeployment(HiCacheDeployment):
         return StreamingResponse(_events(head, parts), media_type="text/event-stream")
 
 
-def application(config: Config, prepared: Prepared, app: str, socket: str, replicas: int) -> serve.Application:
+def application(config: Config, prepared: Prepared, socket: str, replicas: int, deployment: Any = None) -> serve.Application:
     """The deployment, bound. Each replica gets a placement group: one bundle for itself and its coordinator, one per rank.
 
-    Deployed again with another number of ``replicas`` and the same rest, the replicas that run stay.
+    ``deployment``: one of your own over a subclass of :class:`HiCacheDeployment`; none: :class:`HttpDeployment`. Deployed again with
+    another number of ``replicas`` and the same rest, the replicas that run stay.
     """
     bundles = [{"CPU": 0.1}] + [{"CPU": 1.0}] * config.model.tp
-    deployment = HttpDeployment.options(  # type: ignore[attr-defined]
+    app = config.serve.name
+    chosen: Any = deployment or HttpDeployment
+    sized = chosen.options(
         # Without a version of ours Serve takes every deploy for new code and replaces all replicas, caches and all.
         version=hashlib.sha256(f"{config!r}{prepared!r}{app}{socket}".encode()).hexdigest()[:16],
         _internal=True,
@@ -165,5 +168,5 @@ def application(config: Config, prepared: Prepared, app: str, socket: str, repli
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": 0.1},
     )
-    bound: serve.Application = deployment.bind(config, prepared, app, socket)
+    bound: serve.Application = sized.bind(config, prepared, app, socket)
     return bound

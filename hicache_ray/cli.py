@@ -66,12 +66,15 @@ def _ended_well() -> Iterator[Callable[[str], None]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _load(context: typer.Context, file: str | None, **flags: object) -> Loaded:
+def _load(context: typer.Context, file: str | None, address: str | None = None, tp: int | None = None) -> Loaded:
+    """The configuration; and an environment that Ray, imported after this, likes."""
     from hicache_ray.actors import environment
 
-    environment.own_token()
+    loaded = cli_flags.load(file, {"model.tp": tp}, context.args)
+    if address is None:
+        environment.own_token()
     environment.quiet()
-    return cli_flags.load(file, flags, context.args)
+    return loaded
 
 
 def _write(target: str | None, value: Any) -> None:
@@ -101,8 +104,7 @@ def probe(
         _check_prompt(prompt_tokens)
         result = probes.run(probes.sized(loaded.config, prompt_tokens, given), prompt_tokens, progress)
     _write(json_to, result.to_json())
-    Console(stderr=json_to == "-").print(cli_tables.probe_table([result]))
-    cli_tables.print_problems([result])
+    cli_tables.print_results([result], to_stderr=json_to == "-")
     raise typer.Exit(0 if result.passed else 1)
 
 
@@ -118,12 +120,12 @@ def demo(
 
     results = []
     with _ended_well() as progress:
-        loaded = _load(context, config, **{} if "--tp" in context.args else {"model.tp": 2})
+        loaded = _load(context, config, tp=2)
         from hicache_ray.actors import probe as probes
 
         given = frozenset(name for name, origin in loaded.origins.items() if origin != "default")
         _check_prompt(prompt_tokens)
-        sized = probes.sized(loaded.config, prompt_tokens, given - {"model.tp"})
+        sized = probes.sized(loaded.config, prompt_tokens, given)
         for policy in ("write_through", "write_back"):
 
             def told(text: str, policy: str = policy) -> None:
@@ -131,8 +133,7 @@ def demo(
 
             results.append(probes.run(changed(sized, {"cache.write_policy": policy}), prompt_tokens, told))
     _write(json_to, [r.to_json() for r in results])
-    Console(stderr=json_to == "-").print(cli_tables.probe_table(results))
-    cli_tables.print_problems(results)
+    cli_tables.print_results(results, to_stderr=json_to == "-")
     raise typer.Exit(0 if all(r.passed for r in results) else 1)
 
 
@@ -150,7 +151,7 @@ def serve(
 ) -> None:
     """Serve a model with the tier until interrupted."""
     with _ended_well() as progress:
-        loaded = _load(context, config)
+        loaded = _load(context, config, address)
         if print_config:
             cli_tables.print_config(loaded)
             return

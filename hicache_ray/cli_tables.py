@@ -13,6 +13,9 @@ from hicache_ray.config_sources import Loaded, render
 if TYPE_CHECKING:
     from hicache_ray.actors.probe import Result, Step
 
+#: Columns of a table that goes to a file or a pipe.
+WIDTH = 120
+
 
 def probe_table(results: Sequence[Result]) -> Table:
     """One section per run: every step with its time to first token and what it reused."""
@@ -42,7 +45,10 @@ def _cells(step: Step, cold: float | None) -> list[str]:
     return [f"{step.ttft_s * 1000:,.0f} ms", speed, *(f"{n:,}" for n in counts), *verdicts]
 
 
-def print_problems(results: Sequence[Result]) -> None:
+def print_results(results: Sequence[Result], to_stderr: bool) -> None:
+    """The table, then what was wrong. A table of ten columns is not squeezed where the output is no terminal."""
+    out = Console(stderr=to_stderr)
+    (out if out.is_terminal else Console(stderr=to_stderr, width=WIDTH)).print(probe_table(results))
     console = Console(stderr=True, highlight=False)
     for result in results:
         for problem in result.problems:
