@@ -54,8 +54,10 @@ class MemoryStore:
         arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
         with self._locked():
             mine = {id for id in ids if id in self._objects}
+            first = dict(zip(reversed(ids), reversed(arrays), strict=True))  # of equal ids the first counts
+            first = {id: first[id] for id in ids}
             stored = refused = 0
-            for id, array in zip(ids, arrays, strict=True):
+            for id, array in first.items():
                 if id in mine:
                     continue
                 if self._make_room(array.nbytes, mine):

@@ -40,6 +40,7 @@ class ArenaService:
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()  # guards the index, the records and the table of connections
         self._handlers: dict[int, _Handler] = {}
+        self._threads: list[threading.Thread] = []  # of handlers; one lives a moment longer than its entry in the table
         self._records: dict[bytes, dict[str, str]] = {}
         self._closing = False
 
@@ -80,12 +81,12 @@ class ArenaService:
         """Hang up on everybody, stop all threads, remove socket and segment."""
         with self._lock:
             self._closing = True
-            handlers = list(self._handlers.values())
+            handlers, threads = list(self._handlers.values()), [*self._threads]
         if self._listener is not None:
             _hang_up(self._listener)
         for handler in handlers:
             _hang_up(handler.sock)
-        for thread in [self._acceptor, *(handler.thread for handler in handlers)]:
+        for thread in [self._acceptor, *threads]:
             if thread is not None and thread.is_alive():
                 thread.join(_JOIN_S)
         if self._listener is not None:
@@ -130,7 +131,9 @@ class ArenaService:
             if len(self._handlers) >= self.config.max_connections:
                 return f"all {self.config.max_connections} connections are taken; see storage.max_connections"
             self._handlers[number] = handler
-        handler.thread.start()
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(handler.thread)
+            handler.thread.start()
         return None
 
     def forget(self, number: int) -> None:

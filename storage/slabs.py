@@ -4,7 +4,7 @@
     run     slabs [start, start+n)  all cut into slots of one size class
     slot    one object, or free
 
-A size class is a size rounded up by less than 1.6 %. A run takes as many adjacent slabs as are needed to waste at most 1/16 of them
+A size class is a size rounded up by less than 1.6 %. A run takes as many adjacent slabs as are needed to waste at most 1/24 of them
 (fewer when so many adjacent slabs cannot be had). A run without objects dissolves at once, so free slabs serve any class.
 Which objects go when room is short is not decided here: :meth:`SlabMap.coldest` only says what a move of whole slabs would cost.
 """
@@ -19,7 +19,7 @@ from hicache_ray.errors import ConfigError, Inconsistent
 
 ALIGN = 64  # bytes: no two objects share a cache line
 CLASSES_PER_OCTAVE = 64
-MAX_WASTE = 16  # a run may leave 1/16 of itself uncut
+MAX_WASTE = 24  # a run may leave 1/24 of itself uncut; with the rounding of sizes that is less than 6 %
 BLOCK = 4096  # bytes: slabs are multiples of it; there is one generation word per block
 SHARES_WORD = BLOCK - ALIGN  # bytes: objects up to this long have slots shorter than a block, of which several share a word
 
@@ -186,7 +186,7 @@ class SlabMap:
     def _run_slabs(self, size: int) -> tuple[int, int]:
         """(slabs of a run that wastes little, slabs of the smallest run) for slots of ``size`` bytes."""
         least = -(-size // self.slab_bytes)
-        for slabs in range(least, min(least + MAX_WASTE, len(self._owner)) + 1):
+        for slabs in range(least, min(least + MAX_WASTE + 1, len(self._owner)) + 1):
             total = slabs * self.slab_bytes
             if total % size * MAX_WASTE <= total:
                 return slabs, least

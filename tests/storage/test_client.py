@@ -138,10 +138,11 @@ def test_connections_of_a_client_are_bounded(service: ArenaService, connect: Con
 def test_a_restarted_service_is_found_again(config: ArenaConfig, connect: Connect) -> None:
     with ArenaService(config) as first:
         client = connect(first.address)
+        assert client.ping(TIMEOUT_S) == (old := first.address.incarnation)
         put(client, [1])
         lent = client.lease([name(1)], TIMEOUT_S)
     with ArenaService(config) as second:
-        assert client.ping(TIMEOUT_S) == second.address.incarnation != first.config
+        assert client.ping(TIMEOUT_S) == second.address.incarnation != old
         assert get(client, [1]) == set()
         assert put(client, [1]) == 1
         lent.release()  # of another incarnation: must not touch this one

@@ -102,6 +102,10 @@ def test_the_same_id_twice_in_one_call(store: Store) -> None:
     assert store.put([name(1), name(1)], [page(1).data, page(2).data], TIMEOUT_S) == 0b11
     assert get(store, [1, 1]) == {1}
     assert store.stats(TIMEOUT_S).objects == 1
+    assert store.drop([name(1)], TIMEOUT_S) == 1
+    big = page(2, PAGES * PAGE + 1)
+    assert store.put([name(2), name(2), name(3)], [big.data, page(2).data, page(3).data], TIMEOUT_S) == 0b100
+    assert store.stats(TIMEOUT_S).put_refused == 1
 
 
 def test_one_lookup_answers_for_every_tag(store: Store) -> None:
