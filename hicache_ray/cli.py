@@ -19,7 +19,7 @@ from rich.console import Console
 
 from hicache_ray import cli_admin, cli_flags, cli_tables
 from hicache_ray.config_sources import Loaded
-from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.errors import HiCacheError
 
 PROMPT_TOKENS = 6145
 
@@ -101,7 +101,6 @@ def probe(
         from hicache_ray.actors import probe as probes
 
         given = frozenset(name for name, origin in loaded.origins.items() if origin != "default")
-        _check_prompt(prompt_tokens)
         result = probes.run(probes.sized(loaded.config, prompt_tokens, given), prompt_tokens, progress)
     _write(json_to, result.to_json())
     cli_tables.print_results([result], to_stderr=json_to == "-")
@@ -124,7 +123,6 @@ def demo(
         from hicache_ray.actors import probe as probes
 
         given = frozenset(name for name, origin in loaded.origins.items() if origin != "default")
-        _check_prompt(prompt_tokens)
         sized = probes.sized(loaded.config, prompt_tokens, given)
         for policy in ("write_through", "write_back"):
 
@@ -135,11 +133,6 @@ def demo(
     _write(json_to, [r.to_json() for r in results])
     cli_tables.print_results(results, to_stderr=json_to == "-")
     raise typer.Exit(0 if all(r.passed for r in results) else 1)
-
-
-def _check_prompt(tokens: int) -> None:
-    if tokens < 1:
-        raise ConfigError(f"--prompt-tokens is {tokens}; a prompt has at least 1 token")
 
 
 @app.command(context_settings=SETTINGS)
