@@ -10,16 +10,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
 from hicache_ray.actors import names, storage
-from hicache_ray.actors.gateway import ASK_S, GatewayActor
+from hicache_ray.actors.gateway import ASK_S, GatewayActor, GatewaySetup
+from hicache_ray.actors.local import LocalRay, check_ports
+from hicache_ray.actors.remote import cause, living
 from hicache_ray.actors.serve import application
 from hicache_ray.actors.setup import Prepared, arena_config, check_capacities, settings_of, spec_from_json, weights_id
 from hicache_ray.config import Config
@@ -29,8 +34,10 @@ from hicache_ray.families import canonical_type
 
 PREPARE_S = 300.0
 DEPLOY_S = 300.0
-#: Logical CPUs that Serve's own actors and ours take beside the ranks.
-SPARE_CPUS = 4
+#: Ray Serve's controller, by which a running Serve is known.
+CONTROLLER, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"
+#: Names of what may belong to nobody for a while must not begin like those of storage, which sweeps what its dead predecessors left.
+MODEL_PREFIX = "hicache-model-"
 
 Progress = Callable[[str], None]
 
@@ -72,49 +79,39 @@ def prepare(config: Config, folder: str) -> Prepared:
 
 @dataclass
 class Cluster:
-    """A running tier. ``url``: of generation; ``admin_url`` and ``token``: of the admin endpoint."""
+    """A running tier. ``url``: of generation; ``admin_url`` and ``token``: of the admin endpoint; ``socket``: of the node's storage."""
 
     config: Config
     prepared: Prepared
+    deployment: Any = None
     url: str = ""
     admin_url: str = ""
     token: str = ""
     socket: str = ""
-    deployment: Any = None
-    owns_ray: bool = False
-    storage: Any = None
-    gateway: Any = None
-    folder: str | None = None
-    ray_dir: str | None = None
-    _stopped: bool = field(default=False, repr=False)
+    _begun: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def scale(self, replicas: int) -> None:
-        """Another number of replicas; those that run stay."""
+        """Another number of replicas; those that run stay. Raises :class:`HiCacheError` when they do not come up."""
         self._deploy(replicas)
 
     def _deploy(self, replicas: int) -> None:
-        app = application(self.config, self.prepared, self.socket, replicas, self.deployment)
-        serve.run(app, name=self.config.serve.name, route_prefix="/", blocking=False, logging_config={"log_level": "WARNING"})
+        app, name = application(self.config, self.prepared, self.socket, replicas, self.deployment), self.config.serve.name
+        target = serve.RunTarget(app, name=name, route_prefix="/", logging_config={"log_level": "WARNING"})
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        until = time.monotonic() + DEPLOY_S
+        while not _up(found := serve.status().applications.get(name), replicas):
+            why = "" if found is None else _told(found)
+            if found is not None and found.status == ApplicationStatus.DEPLOY_FAILED:
+                raise HiCacheError(f"the deployment failed: {why}")
+            if time.monotonic() > until:
+                raise HiCacheError(f"the deployment did not come up within {DEPLOY_S:g} s; does the cluster have room for it? {why}")
+            time.sleep(0.1)
+        # The same once more, which changes nothing: it returns when the proxies know the way.
+        serve.run(app, name=name, route_prefix="/", blocking=False, logging_config={"log_level": "WARNING"})
 
     def stop(self) -> None:
-        """End everything that :func:`start` began, storage included. Idempotent; never raises for what is gone already."""
-        if self._stopped:
-            return
-        self._stopped = True
-        gone = (ray.exceptions.RayError, TimeoutError, RuntimeError, ValueError)
-        with suppress(*gone):
-            serve.delete(self.config.serve.name)
-        for actor in (self.gateway, self.storage):
-            if actor is not None:
-                with suppress(*gone):
-                    ray.get(actor.close.remote(), timeout=ASK_S)
-                with suppress(*gone):
-                    ray.kill(actor)
-        if self.owns_ray:
-            ray.shutdown()
-        for folder in (self.folder, self.ray_dir):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        """End everything that :func:`start` began, in reverse order. Idempotent; never raises for what is gone already."""
+        self._begun.close()
 
     def __enter__(self) -> Cluster:
         return self
@@ -130,68 +127,106 @@ def start(config: Config, address: str | None = None, progress: Progress = quiet
     Raises :class:`ConfigError` before anything is started, and leaves nothing behind when a later step fails.
     """
     check(config)
+    if address is None and not ray.is_initialized():
+        check_ports(config)
     progress("preparing the model")
-    folder = tempfile.mkdtemp(prefix="hicache_ray-model-")
-    try:
-        prepared = prepare(config, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    cluster = Cluster(config, prepared, deployment=deployment, folder=folder)
-    try:
-        _bring_up(cluster, address, progress)
-    except BaseException:
-        cluster.stop()
-        raise
+    with ExitStack() as begun:
+        folder = tempfile.mkdtemp(prefix=MODEL_PREFIX)
+        begun.callback(shutil.rmtree, folder, ignore_errors=True)
+        cluster = Cluster(config, prepare(config, folder), deployment, _begun=begun)
+        _bring_up(cluster, begun, address, progress)
+        cluster._begun = begun.pop_all()
     return cluster
 
 
-def _bring_up(cluster: Cluster, address: str | None, progress: Progress) -> None:
+def _bring_up(cluster: Cluster, begun: ExitStack, address: str | None, progress: Progress) -> None:
+    """Whatever is begun registers its end before it begins, so that an interrupt in the middle leaves nothing."""
     config = cluster.config
     progress("starting Ray")
-    _connect(cluster, address)
+    owned = _connect(config, begun, address)
     if config.storage.backend != "none":
         progress("starting storage")
-        cluster.storage = storage.ensure(arena_config(config), ray.get_runtime_context().get_node_id())
-        cluster.socket = ray.get(cluster.storage.address.remote(), timeout=ASK_S)["socket"]
+        _start_storage(cluster, begun)
     progress(f"starting {config.serve.replicas} replica(s) of {config.model.tp} rank(s)")
-    serve.start(http_options={"host": config.serve.host, "port": config.serve.port}, proxy_location="HeadOnly")
+    _start_serve(config, begun, owned)
+    begun.callback(_quietly, serve.delete, config.serve.name)
     cluster._deploy(config.serve.replicas)
     cluster.url = f"http://{config.serve.host}:{config.serve.port}"
-    secret = config.admin.token
-    cluster.token = secret.get_secret_value() if secret is not None else secrets.token_urlsafe(24)
-    name = names.gateway(config.serve.name)
-    cluster.gateway = GatewayActor.options(name=name, namespace=names.NAMESPACE).remote(
-        config.serve.name, config.storage.name, masked(config), cluster.token
-    )
-    port = ray.get(cluster.gateway.serve.remote(config.admin.host, config.admin.port), timeout=DEPLOY_S)
-    cluster.admin_url = f"http://{config.admin.host}:{port}"
+    _start_gateway(cluster, begun)
 
 
-def _connect(cluster: Cluster, address: str | None) -> None:
+def _connect(config: Config, begun: ExitStack, address: str | None) -> bool:
+    """Whether Ray is our own, and ends with us."""
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if ray.is_initialized():
-        return
-    quiet_run: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+        return False
     if address is not None:
+        begun.callback(ray.shutdown)  # leaves the cluster; it goes on without us
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return
-    cpus = SPARE_CPUS + (cluster.config.serve.replicas + 1) * (cluster.config.model.tp + 1)
-    # Below /tmp whatever TMPDIR says: Ray's sockets need a short path.
-    cluster.ray_dir = tempfile.mkdtemp(prefix="hicache_ray-", dir="/tmp")
-    # Logical CPUs: a second replica's placement group must find room whatever the machine has.
-    ray.init(
-        address="local", num_cpus=max(cpus, os.cpu_count() or 1), object_store_memory=128 << 20, _temp_dir=cluster.ray_dir, **quiet_run
-    )
-    cluster.owns_ray = True
+        return False
+    local = LocalRay()
+    begun.callback(local.stop)
+    local.start(config)
+    return True
+
+
+def _start_storage(cluster: Cluster, begun: ExitStack) -> None:
+    arena = arena_config(cluster.config)
+    found = storage.ensure(arena, ray.get_runtime_context().get_node_id())
+    cluster.socket = found.socket
+    if found.made:  # one that was there before belongs to somebody else
+        begun.callback(storage.sweep, arena.directory)  # what an actor that had to be killed has left
+        begun.callback(_close, found.actor)
+
+
+def _start_serve(config: Config, begun: ExitStack, owned: bool) -> None:
+    try:
+        ray.get_actor(CONTROLLER, SERVE_NAMESPACE)
+    except ValueError:
+        if not owned:  # in a Ray of our own it ends with the rest
+            begun.callback(_quietly, serve.shutdown)
+    serve.start(http_options={"host": config.serve.host, "port": config.serve.port}, proxy_location="HeadOnly")
+
+
+def _start_gateway(cluster: Cluster, begun: ExitStack) -> None:
+    config, secret = cluster.config, cluster.config.admin.token
+    cluster.token = secret.get_secret_value() if secret is not None else secrets.token_urlsafe(24)
+    app, at = config.serve.name, config.admin
+    setup = GatewaySetup(app, config.storage.name, masked(config), at.host, at.port, cluster.token)
+    gateway = GatewayActor.options(name=names.gateway(app), namespace=names.NAMESPACE).remote(setup)
+    begun.callback(_close, gateway)
+    try:
+        port = ray.get(gateway.port.remote(), timeout=DEPLOY_S)
+    except ray.exceptions.RayTaskError as error:
+        raise cause(error) from None
+    cluster.admin_url = f"http://{at.host}:{port}"
+
+
+def _close(actor: Any) -> None:
+    """End an actor, at best by its own hand."""
+    _quietly(lambda: ray.get(actor.close.remote(), timeout=ASK_S))
+    _quietly(lambda: ray.kill(actor))
+
+
+def _quietly(end: Callable[..., Any], *args: Any) -> None:
+    """What is to be ended may be gone, or may not answer; the rest is ended all the same."""
+    with suppress(ray.exceptions.RayError, RayServeException, TimeoutError, RuntimeError, ValueError):
+        end(*args)
+
+
+def _up(found: Any, replicas: int) -> bool:
+    """Whether an application runs with this many replicas, no more and no less."""
+    if found is None or found.status != ApplicationStatus.RUNNING:
+        return False
+    return all(dict(d.replica_states) == {"RUNNING": replicas} for d in found.deployments.values())
+
+
+def _told(found: Any) -> str:
+    """What Serve says of an application that is not running."""
+    return " ".join([found.message, *(d.message for d in found.deployments.values())]).strip()[-2000:]
 
 
 def find(app: str) -> dict[str, Any]:
     """Living coordinators of an application on the connected cluster, by replica."""
-    out = {}
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == names.NAMESPACE and names.is_coordinator(entry["name"], app):
-            with suppress(ValueError):
-                out[entry["name"].rsplit(":", 1)[-1]] = ray.get_actor(entry["name"], names.NAMESPACE)
-    return out
+    return {name.rsplit(":", 1)[-1]: actor for name, actor in living(lambda n: names.is_coordinator(n, app)).items()}

@@ -7,22 +7,32 @@ come and go.
 
 import asyncio
 import contextlib
+import os
 import secrets
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import ray
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hicache_ray.actors import names
-from hicache_ray.errors import Busy, GroupLost, HiCacheError
+from hicache_ray.actors.remote import answer, living
+from hicache_ray.errors import Busy, ConfigError, HiCacheError
 
-#: Longest wait for one replica's answer to a question.
+#: Longest wait for one actor's answer to a question.
 ASK_S = 10.0
+#: Longest wait for the endpoint to bind.
 START_S = 60.0
+#: The only path that needs no token.
+OPEN = "/health"
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Flush(BaseModel):
@@ -39,14 +49,14 @@ class Where(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_ids: list[int] = Field(min_length=1)
+    input_ids: list[Token] = Field(min_length=1)
 
 
 class Backend(Protocol):
     """What the endpoints ask of the cluster."""
 
     async def flush(self, tiers: Sequence[str], timeout_s: float | None) -> int:
-        """Flush all replicas; how many there were. Raises :class:`Busy`."""
+        """Flush all replicas; how many there were. Raises :class:`Busy`, or another :class:`HiCacheError` where it is not complete."""
         ...
 
     async def stats(self) -> Mapping[str, Any]: ...
@@ -56,22 +66,34 @@ class Backend(Protocol):
     def config(self) -> Mapping[str, Any]: ...
 
 
+class Guard:
+    """Lets only what carries the token pass, whatever the route, before a body is read. The comparison takes constant time."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._wanted = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN and not self._trusted(scope):
+            told = {"detail": "send the admin token as 'Authorization: Bearer ...'"}
+            return await JSONResponse(told, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    def _trusted(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and secrets.compare_digest(given[0], self._wanted)
+
+
 def create_app(backend: Backend, token: str) -> FastAPI:
-    """The admin application. ``token``: the bearer token, compared in constant time."""
-    app = FastAPI(title="hicache_ray admin")
-    scheme = HTTPBearer(auto_error=False)
+    """The admin application. ``token``: the bearer token that every route but :data:`OPEN` asks for."""
+    # No pages of documentation: they would need the token as well, and browsers do not send it.
+    app = FastAPI(title="hicache_ray admin", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, token=token)
 
-    def trusted(given: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
-        if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
-            raise HTTPException(401, "send the admin token as 'Authorization: Bearer ...'", {"WWW-Authenticate": "Bearer"})
-
-    guarded = [Depends(trusted)]
-
-    @app.get("/health")
+    @app.get(OPEN)
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.post("/flush", dependencies=guarded)
+    @app.post("/flush")
     async def flush(body: Flush | None = None) -> dict[str, Any]:
         body = body or Flush()
         try:
@@ -82,15 +104,15 @@ def create_app(backend: Backend, token: str) -> FastAPI:
             raise HTTPException(503, str(error)) from error
         return {"flushed": body.tiers, "replicas": count}
 
-    @app.get("/stats", dependencies=guarded)
+    @app.get("/stats")
     async def stats() -> Mapping[str, Any]:
         return await backend.stats()
 
-    @app.post("/where", dependencies=guarded)
+    @app.post("/where")
     async def where(body: Where) -> Mapping[str, Any]:
         return await backend.where(body.input_ids)
 
-    @app.get("/config", dependencies=guarded)
+    @app.get("/config")
     async def config() -> Mapping[str, Any]:
         return backend.config()
 
@@ -108,13 +130,18 @@ class ClusterBackend:
 
     async def flush(self, tiers: Sequence[str], timeout_s: float | None) -> int:
         replicas = await self._coordinators()
+        if not replicas:
+            raise HiCacheError("no replica is up, so nobody can flush; try again when one is")
         if timeout_s is None:
             busy = [name for name, n in (await self._ask(replicas, "active")).items() if n]
             if busy:
                 raise Busy(f"requests are under way on {len(busy)} of {len(replicas)} replicas; give timeout_s to wait for them")
         # The last of these to empty L3 does so when all others have nothing in flight from before.
         wait = (timeout_s or ASK_S) + ASK_S
-        await asyncio.wait_for(asyncio.gather(*(c.flush.remote(list(tiers), timeout_s) for c in replicas.values())), wait)
+        done = await asyncio.gather(
+            *(answer(c.flush.remote(list(tiers), timeout_s), wait) for c in replicas.values()), return_exceptions=True
+        )
+        _require_all(dict(zip(replicas, done, strict=True)))
         if "storage" in tiers:
             await self._ask(replicas, "forget_storage")
         return len(replicas)
@@ -126,73 +153,87 @@ class ClusterBackend:
         for row in replicas.values():
             for source, count in row.get("tokens", {}).items():
                 totals[source] += count
-        return {"tokens": totals, "requests": sum(r.get("requests", 0) for r in replicas.values()), "replicas": replicas, "storage": stores}
+        requests = sum(r.get("requests", 0) for r in replicas.values())
+        return {"tokens": totals, "requests": requests, "replicas": replicas, "storage": stores, "gateway": {"pid": os.getpid()}}
 
     async def where(self, tokens: Sequence[int]) -> Mapping[str, Any]:
         return await self._ask(await self._coordinators(), "where", list(tokens))
 
-    async def _coordinators(self) -> dict[str, Any]:
+    async def _coordinators(self) -> Mapping[str, Any]:
         return await self._named(lambda n: names.is_coordinator(n, self._app))
 
-    async def _named(self, wanted: Any) -> dict[str, Any]:
-        """Living actors by name. Listing is a blocking call of Ray's, so it runs beside the loop."""
-
-        def find() -> dict[str, Any]:
-            found = {}
-            for entry in ray.util.list_named_actors(all_namespaces=True):
-                if entry["namespace"] == names.NAMESPACE and wanted(entry["name"]):
-                    with contextlib.suppress(ValueError):  # it died in between
-                        found[entry["name"]] = ray.get_actor(entry["name"], names.NAMESPACE)
-            return found
-
-        return await asyncio.wait_for(asyncio.to_thread(find), ASK_S)
+    async def _named(self, wanted: Any) -> Mapping[str, Any]:
+        """Living actors by name; the question blocks, so it is asked beside the loop. Raises :class:`HiCacheError`."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(living, wanted), ASK_S)
+        except asyncio.TimeoutError:
+            raise HiCacheError(f"Ray's control service did not answer within {ASK_S:g} s") from None
 
     async def _ask(self, actors: Mapping[str, Any], method: str, *args: Any) -> dict[str, Any]:
         """The answers of all; an actor that does not answer is answered for with an ``error`` (questions), or left out (counts)."""
 
         async def one(actor: Any) -> Any:
             try:
-                return await asyncio.wait_for(_ref(getattr(actor, method).remote(*args)), ASK_S)
-            except (ray.exceptions.RayError, GroupLost, asyncio.TimeoutError) as error:
+                return await answer(getattr(actor, method).remote(*args), ASK_S)
+            except (ray.exceptions.RayError, HiCacheError, asyncio.TimeoutError) as error:
                 return {"error": f"{type(error).__name__}: {error}"} if method in ("stats", "where") else 0
 
         answers = await asyncio.gather(*(one(a) for a in actors.values()))
         return {name.rsplit(":", 1)[-1]: answer for name, answer in zip(actors, answers, strict=True)}
 
 
-async def _ref(ref: Any) -> Any:
-    return await ref
+def _require_all(outcomes: Mapping[str, Any]) -> None:
+    """Raise what kept a replica from flushing: that it is busy first of all, since the caller can do something about that."""
+    errors = {name.rsplit(":", 1)[-1]: error for name, error in outcomes.items() if isinstance(error, BaseException)}
+    for name, error in sorted(errors.items(), key=lambda item: not isinstance(item[1], Busy)):
+        if isinstance(error, HiCacheError):
+            raise error
+        if isinstance(error, (ray.exceptions.RayError, asyncio.TimeoutError)):
+            raise HiCacheError(f"replica {name} did not complete the flush: {type(error).__name__}; try again") from error
+        raise error
+
+
+@dataclass(frozen=True)
+class GatewaySetup:
+    """What the admin endpoint is told: whom it speaks for, what it shows as configuration, where it listens, its token."""
+
+    app: str
+    store: str
+    shown: Mapping[str, Any]
+    host: str
+    port: int
+    token: str
 
 
 class GatewayShell:
-    """Hosts the admin application. Lives until it is killed."""
+    """Hosts the admin application on a thread of its own, from birth, so that it answers again when Ray has restarted it."""
 
-    def __init__(self, app: str, store: str, shown: Mapping[str, Any], token: str) -> None:
-        self._app = create_app(ClusterBackend(app, store, shown), token)
-        self._server: uvicorn.Server | None = None
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, setup: GatewaySetup) -> None:
+        self._setup = setup
+        app = create_app(ClusterBackend(setup.app, setup.store, setup.shown), setup.token)
+        self._server = uvicorn.Server(uvicorn.Config(app, host=setup.host, port=setup.port, log_level="warning", lifespan="off"))
+        self._thread = threading.Thread(target=self._serve, name="hicache-admin", daemon=True)
+        self._thread.start()
 
-    async def serve(self, host: str, port: int) -> int:
-        """Bind and answer from now on; returns the port. Raises :class:`HiCacheError` when the address is taken."""
-        self._server = uvicorn.Server(uvicorn.Config(self._app, host=host, port=port, log_level="warning", lifespan="off"))
-        self._task = asyncio.get_running_loop().create_task(_quietly(self._server))
-        until = asyncio.get_running_loop().time() + START_S
+    def _serve(self) -> None:
+        with contextlib.suppress(SystemExit):  # uvicorn's way to say that it could not bind
+            self._server.run()
+
+    def port(self) -> int:
+        """Where it answers. Raises :class:`ConfigError` when the address is taken."""
+        until = time.monotonic() + START_S
         while not self._server.started:
-            if self._task.done() or asyncio.get_running_loop().time() > until:
-                raise HiCacheError(f"the admin endpoint cannot bind to {host}:{port}; choose another admin.port")
-            await asyncio.sleep(0.02)
+            if not self._thread.is_alive() or time.monotonic() > until:
+                where = f"{self._setup.host}:{self._setup.port}"
+                raise ConfigError(f"the admin endpoint cannot bind to {where}; choose another admin.port (or admin.host)")
+            time.sleep(0.02)
         return int(self._server.servers[0].sockets[0].getsockname()[1])
 
-    async def close(self) -> None:
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await asyncio.wait_for(self._task, ASK_S)
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.should_exit = True
+        self._thread.join(ASK_S)
 
 
-async def _quietly(server: uvicorn.Server) -> None:
-    with contextlib.suppress(SystemExit):  # uvicorn's way to say that it could not bind
-        await server.serve()
-
-
-OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
 GatewayActor: Any = ray.remote(**OPTIONS)(GatewayShell)

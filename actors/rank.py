@@ -9,18 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 
 from hicache_ray.config import Config
 from hicache_ray.errors import GroupLost
 from hicache_ray.lease import Place
-from hicache_ray.records import Outcome, Record
+from hicache_ray.records import Compute, Outcome, Record
 from hicache_ray.spec import CacheSpec, Tier
 
 #: Ranks that join a group have loaded their model already, so they meet soon or not at all.
 JOIN_S = 30.0
-#: A copy of an earlier incarnation ends within the longest deadline that a copy may have.
-DRAIN_S = 60.0
+#: How much longer than its deadline a copy of an earlier incarnation may take to end.
+DRAIN_GRACE_S = 10.0
 #: Calls of one group run one after the other, in the order in which the coordinator made them.
 GROUPS = {"compute": 1, "copy": 1, "store": 2, "control": 2}
 
@@ -85,8 +86,21 @@ class RankShell:
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
         engine = setup.config.engine
         join(TpConfig(setup.rank, setup.config.model.tp, port, address, JOIN_S, engine.gloo_timeout_s))
+        self._warm_up()
         self.incarnation = incarnation
         return os.getpid()
+
+    def _warm_up(self) -> None:
+        """One short forward on all ranks together, so that first-use costs do not fall on a request. The pools are still empty."""
+        grid = self.setup.config.cache.grid or self.spec.page_size
+        count = min(grid + 1, self.setup.config.engine.max_prompt_tokens)
+        tables, live = {}, {}
+        for c in self.spec.components:
+            if c.is_state:
+                live[c.name] = 0
+            else:
+                tables[c.name] = np.arange(-(-(count + 1) // (self.spec.page_size * c.page_span)), dtype=np.int32)
+        self.engine.run(Compute(0, "warm-up", 0, np.zeros(count, dtype=np.int32), 2, grid, tables, live))
 
     @ray.method(concurrency_group="compute")
     def compute(self, record: Record, incarnation: int) -> Outcome:
@@ -111,10 +125,11 @@ class RankShell:
             with self.lock:
                 self.running -= 1
 
-    def _drain(self, timeout_s: float = DRAIN_S) -> None:
+    def _drain(self) -> None:
         """No copy of an earlier incarnation is running when this returns."""
         with self.lock:
             self.incarnation = 0
+        timeout_s = drain_s(self.setup.config)
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             with self.lock:
@@ -126,6 +141,11 @@ class RankShell:
     @ray.method(concurrency_group="control")
     def ping(self) -> int:
         return os.getpid()
+
+
+def drain_s(config: Config) -> float:
+    """Seconds within which the copies of an earlier incarnation have ended."""
+    return max(config.cache.prefetch_timeout_cap_s, config.cache.load_deadline_s) + DRAIN_GRACE_S
 
 
 OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "concurrency_groups": GROUPS}

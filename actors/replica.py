@@ -7,8 +7,10 @@ the others are replaced; all join a new process group on a new port and start wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +20,26 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hicache_ray.actors import names
 from hicache_ray.actors.coordinator import Coordinator, GroupSetup
-from hicache_ray.actors.rank import RankActor, RankSetup
+from hicache_ray.actors.rank import JOIN_S, RankActor, RankSetup, drain_s
+from hicache_ray.actors.remote import answer, cause
 from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of
 from hicache_ray.config import Config
-from hicache_ray.errors import GroupLost
+from hicache_ray.errors import ConfigError, GroupLost
 
-#: Loading a model and joining the group may take this long on a busy machine.
+#: Loading a model may take this long on a busy machine.
 START_S = 180.0
-#: A rank that does not answer a ping within this time counts as frozen.
+#: How long the coordinator may take to begin an incarnation.
+ADOPT_S = 30.0
+#: While a lost group is being healed, an actor that does not answer a ping within this time is replaced.
 PING_S = 2.0
+#: An idle group counts as lost when an actor does not answer within this time: the caches of the others are lost with it.
+HEALTH_PING_S = 10.0
 #: How often a request is resubmitted to a new incarnation before its client is told.
 ATTEMPTS = 3
+#: How often a group that is being healed may lose another actor.
+ROUNDS = 3
+#: How long the name of a dead coordinator may stay taken.
+NAME_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,18 +52,9 @@ class Place:
     socket: str
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A finished request: what was generated, and how it was served."""
-
-    output: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    report: dict[str, Any]
-
-
 @dataclass
 class CacheGroup:
-    """Owns the actors of one cache group. All methods run on one event loop."""
+    """Owns the actors of one cache group. All methods run on one event loop. ``incarnation``: of the group that serves now, 0 for none."""
 
     config: Config
     prepared: Prepared
@@ -60,44 +62,74 @@ class CacheGroup:
     incarnation: int = 0
     ranks: list[Any] = field(default_factory=list)
     coordinator: Any = None
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tried: int = 0
+    _healing: asyncio.Task[None] | None = None
     _recipe: dict[str, str] = field(default_factory=dict)
 
     async def start(self) -> None:
-        """Bring all actors up. Raises :class:`GroupLost` when they do not come up in time."""
-        async with self._lock:
-            await self._heal()
+        """Bring all actors up. Raises :class:`GroupLost` when they do not come up in time, ConfigError where a rank refuses a setting."""
+        await self.heal(0)
 
     async def heal(self, seen: int) -> None:
-        """Replace what has failed, unless that has happened since incarnation ``seen``."""
-        async with self._lock:
-            if self.incarnation == seen:
-                await self._heal()
+        """Replace what has failed, unless that has happened since incarnation ``seen``. Whoever comes while it happens waits for it; a
+        caller that gives up does not end it. Raises :class:`GroupLost`."""
+        if self._healing is None:
+            if self.incarnation != seen:
+                return
+            self._healing = asyncio.get_running_loop().create_task(self._rounds())
+            self._healing.add_done_callback(self._healed)
+        await asyncio.shield(self._healing)
+
+    async def _rounds(self) -> None:
+        for left in reversed(range(ROUNDS)):
+            try:
+                return await self._heal()
+            except GroupLost:
+                if not left:
+                    raise
+
+    def _healed(self, task: asyncio.Task[None]) -> None:
+        self._healing = None
+        if not task.cancelled():
+            task.exception()  # told to those who waited, if anybody did
+
+    async def _settled(self) -> None:
+        """A group that is being healed is worth the wait, whatever comes of it."""
+        if self._healing is not None:
+            await asyncio.wait([self._healing])
 
     async def _heal(self) -> None:
-        alive = await asyncio.gather(*(self._answers(r) for r in self.ranks))
-        for rank, well in zip(self.ranks, alive, strict=True):
-            if not well:
-                ray.kill(rank)
-        old = [r if well else None for r, well in zip(self.ranks, alive, strict=True)] or [None] * self.config.model.tp
-        self.ranks = [r if r is not None else self._new_rank(i) for i, r in enumerate(old)]
-        fresh = [r for r, before in zip(self.ranks, old, strict=True) if before is None]
-        loaded = await _all([r.load.remote() for r in fresh], START_S, "load the model")
+        """One round. Whoever fails in it is killed, so that the next round replaces it."""
+        self._tried += 1
+        ranks, fresh = await self._ranks()
+        self.ranks = ranks
+        loaded = await _together(fresh, [r.load.remote() for r in fresh], START_S, "load the model")
         if loaded:
             self._recipe = dict(recipe_of(self.config, loaded[0]["engine"]))
-        if self.coordinator is not None and not await self._answers(self.coordinator):
-            ray.kill(self.coordinator)
-            self.coordinator = None
-        if self.coordinator is None:
-            self.coordinator = self._new_coordinator()
-        self.incarnation += 1
-        port = _free_port()
-        await _all([r.join.remote(port, self.incarnation, self._recipe) for r in self.ranks], START_S, "join the group")
-        await _all([self.coordinator.adopt.remote(self.ranks, self.incarnation)], START_S, "start the coordinator")
+        port, patience_s = _free_port(), drain_s(self.config) + JOIN_S
+        joining = [r.join.remote(port, self._tried, self._recipe) for r in ranks]
+        pids = await _together(ranks, joining, patience_s, "meet")
+        if not await self._answers(self.coordinator):
+            self.coordinator = await self._new_coordinator()
+        adopting = [self.coordinator.adopt.remote(ranks, self._tried, pids)]
+        await _together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
+        self.incarnation = self._tried
 
-    async def _answers(self, actor: Any) -> bool:
+    async def _ranks(self) -> tuple[list[Any], list[Any]]:
+        """The ranks, those that do not answer replaced; and which of them are new."""
+        old = self.ranks or [None] * self.config.model.tp
+        alive = await asyncio.gather(*(self._answers(r) for r in old))
+        ranks = [r if well else self._new_rank(i) for i, (r, well) in enumerate(zip(old, alive, strict=True))]
+        for rank, well in zip(old, alive, strict=True):
+            if rank is not None and not well:
+                ray.kill(rank)
+        return ranks, [r for r, well in zip(ranks, alive, strict=True) if not well]
+
+    async def _answers(self, actor: Any, timeout_s: float = PING_S) -> bool:
+        if actor is None:
+            return False
         try:
-            await asyncio.wait_for(_ref(actor.ping.remote()), PING_S)
+            await answer(actor.ping.remote(), timeout_s)
         except (ray.exceptions.RayError, asyncio.TimeoutError):
             return False
         return True
@@ -110,11 +142,22 @@ class CacheGroup:
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         return RankActor.options(**self._at(rank + 1), runtime_env={"env_vars": env}).remote(setup)
 
-    def _new_coordinator(self) -> Any:
+    async def _new_coordinator(self) -> Any:
+        """In the place of the old one, whose name is free only when Ray has seen it die."""
+        if self.coordinator is not None:
+            ray.kill(self.coordinator)
+            self.coordinator = None
         namespace = namespace_of(self.config, self.prepared.model_id)
         setup = GroupSetup(self.config, self.prepared.spec, namespace, self._recipe, self.place.socket)
         name = names.coordinator(self.place.app, self.place.replica)
-        return Coordinator.options(name=name, namespace=names.NAMESPACE, **self._at(0)).remote(setup)
+        until = asyncio.get_running_loop().time() + NAME_S
+        while True:
+            try:
+                return Coordinator.options(name=name, namespace=names.NAMESPACE, **self._at(0)).remote(setup)
+            except ValueError as error:
+                if asyncio.get_running_loop().time() > until:
+                    raise GroupLost(f"the old coordinator of this cache group does not end: {error}") from error
+                await asyncio.sleep(0.05)
 
     def _at(self, bundle: int) -> dict[str, Any]:
         if self.place.group is None:
@@ -122,71 +165,90 @@ class CacheGroup:
         strategy = PlacementGroupSchedulingStrategy(self.place.group, placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy}
 
-    async def events(self, rid: str, tokens: Sequence[int], new_tokens: int, digests: bool = False) -> AsyncIterator[dict[str, Any]]:
+    async def events(
+        self, rid: str, tokens: Sequence[int], new_tokens: int, digests: bool = False
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """A request's events; see :meth:`CoordinatorShell.generate`. A lost group is healed and the request resubmitted: decoding is
         greedy and exact, so what was sent already is skipped, not sent twice."""
         sent = 0
         for attempt in range(ATTEMPTS):
+            await self._settled()
             seen, skip = self.incarnation, sent
             try:
-                async for event in self._attempt(f"{rid}.{seen}", list(tokens), new_tokens, digests):
-                    if "tokens" in event:
-                        drop = min(skip, len(event["tokens"]))
-                        skip -= drop
-                        event = {key: values[drop:] for key, values in event.items()}
-                        sent += len(event["tokens"])
-                        if not event["tokens"]:
-                            continue
-                    yield event
+                async with aclosing(self._attempt(rid, list(tokens), new_tokens, digests)) as parts:
+                    async for event in parts:
+                        if "tokens" in event:
+                            drop = min(skip, len(event["tokens"]))
+                            skip -= drop
+                            event = {key: values[drop:] for key, values in event.items()}
+                            sent += len(event["tokens"])
+                            if not event["tokens"]:
+                                continue
+                        yield event
                 return
-            except (GroupLost, ray.exceptions.RayActorError) as error:
+            except (GroupLost, ray.exceptions.RayError) as error:
                 if attempt + 1 == ATTEMPTS:
                     raise GroupLost(f"request {rid} was lost {ATTEMPTS} times with its cache group: {error}") from error
-                await self.heal(seen)
+            await self.heal(seen)
 
-    async def _attempt(self, rid: str, tokens: list[int], new_tokens: int, digests: bool) -> AsyncIterator[dict[str, Any]]:
-        """One try with the present incarnation. Abandoning it cancels the request there."""
+    async def _attempt(self, rid: str, tokens: list[int], new_tokens: int, digests: bool) -> AsyncGenerator[dict[str, Any], None]:
+        """One try with the present incarnation. Abandoning it cancels the request there. Raises what ended it, or RayError."""
         coordinator, ended = self.coordinator, False
+        if coordinator is None:
+            raise GroupLost("the cache group has no coordinator")
         stream = coordinator.generate.options(num_returns="streaming").remote(rid, tokens, new_tokens, digests)
         try:
             async for ref in stream:
                 yield await ref
             ended = True
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
             ended = True
-            raise
+            raise cause(error) from None
         finally:
             if not ended:
                 coordinator.cancel.remote(rid)
 
     async def healthy(self) -> bool:
-        """Whether all actors answer; heals when not, and then says no."""
-        seen = self.incarnation
-        if all(await asyncio.gather(*(self._answers(a) for a in [*self.ranks, self.coordinator]))):
-            return True
+        """Whether all actors answer and the group is not lost; heals when not, and then says no."""
+        await self._settled()
+        seen, actors, coordinator = self.incarnation, [*self.ranks, self.coordinator], self.coordinator
+        alive = await asyncio.gather(*(self._answers(a, HEALTH_PING_S) for a in actors))
+        if all(alive):
+            with contextlib.suppress(ray.exceptions.RayError, asyncio.TimeoutError):
+                if not await answer(coordinator.lost.remote(), HEALTH_PING_S):
+                    return True
         await self.heal(seen)
         return False
 
     def stop(self) -> None:
         """End all actors now."""
+        if self._healing is not None:
+            self._healing.cancel()
         for actor in [self.coordinator, *self.ranks]:
             if actor is not None:
                 ray.kill(actor)
         self.ranks, self.coordinator = [], None
 
 
-async def _ref(ref: Any) -> Any:
-    return await ref
-
-
-async def _all(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """Results of calls made at once. Raises :class:`GroupLost` when one does not come in time; other errors as they are."""
-    try:
-        return list(await asyncio.wait_for(asyncio.gather(*refs), timeout_s))
-    except asyncio.TimeoutError:
-        raise GroupLost(f"the cache group could not {what} within {timeout_s:g} s") from None
-    except ray.exceptions.RayActorError as error:
-        raise GroupLost(f"the cache group could not {what}: {error}") from error
+async def _together(actors: Sequence[Any], refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Results of calls made at once, one on each actor. When one fails or takes too long, all that have not succeeded are killed: they
+    wait for it, or are in no known state. Raises :class:`GroupLost`, or the ConfigError that a method has raised."""
+    calls = [asyncio.ensure_future(answer(ref, timeout_s)) for ref in refs]
+    if calls:
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+    done = [call.done() and call.exception() is None for call in calls]
+    if all(done):
+        return [call.result() for call in calls]
+    errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
+    for actor, call, well in zip(actors, calls, done, strict=True):
+        if not well:
+            call.cancel()
+            ray.kill(actor)
+    error = errors[0]
+    if isinstance(error, ConfigError):
+        raise error
+    why = f"no answer within {timeout_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
+    raise GroupLost(f"the cache group could not {what}: {why}") from error
 
 
 def _free_port() -> int:

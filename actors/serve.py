@@ -8,8 +8,9 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
@@ -22,8 +23,22 @@ from hicache_ray.actors.setup import Prepared
 from hicache_ray.config import Config
 from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
 
-#: Errors a client is told, and how.
-STATUS = {CapacityError: 400, EngineError: 400, Busy: 503, GroupLost: 503, Cancelled: 499}
+
+class DuplicateId(Busy):
+    """A request with this id is under way."""
+
+
+#: Errors a client is told, and how; the first that fits.
+STATUS = {CapacityError: 400, EngineError: 400, DuplicateId: 409, Busy: 503, GroupLost: 503, Cancelled: 499}
+#: Requests that Serve lets through beyond those that may wait for the model, so that the replica can refuse them itself, with its reason.
+REFUSABLE = 64
+#: A health check may take as long as a lost group takes to heal.
+HEALTH_S = 240.0
+#: Requests that may wait in one of Serve's routers; one more is refused as unavailable.
+ROUTER_QUEUE = 1024
+
+#: A token as the core keeps it. Whether the model knows it is for the engine to say.
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Generate(BaseModel):
@@ -31,7 +46,7 @@ class Generate(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_ids: list[int] = Field(min_length=1)
+    input_ids: list[Token] = Field(min_length=1)
     max_new_tokens: int = Field(16, ge=1)
     return_logprob: bool = False
     request_id: str | None = Field(None, min_length=1, max_length=128)
@@ -48,6 +63,7 @@ class HiCacheDeployment:
         self.config = config
         self.group = CacheGroup(config, prepared, Place(app, self.replica, get_current_placement_group(), socket))
         self._starting: asyncio.Task[None] | None = None
+        self._running: set[str] = set()
 
     async def ready(self) -> None:
         """The group is up; the first caller starts it."""
@@ -61,24 +77,38 @@ class HiCacheDeployment:
         await self.group.healthy()
 
     def __del__(self) -> None:
-        self.group.stop()
+        # Serve calls this before it ends the process; ranks and coordinator would die with it anyway.
+        if "group" in self.__dict__:  # the constructor may have failed before
+            self.group.stop()
 
     async def generate(self, body: Generate) -> dict[str, Any]:
         """The whole answer to a request."""
         out: dict[str, Any] = {}
-        async for part in self.stream(body):
-            out |= part if "output_ids" in part else {}
+        async with aclosing(self.stream(body)) as parts:
+            async for part in parts:
+                out |= part if "output_ids" in part else {}
         return out
 
-    async def stream(self, body: Generate) -> AsyncIterator[dict[str, Any]]:
-        """Parts of the answer as they come: ``{"token_ids", "logprobs"}``, and at the end the whole answer."""
+    async def stream(self, body: Generate) -> AsyncGenerator[dict[str, Any], None]:
+        """Parts of the answer as they come: ``{"token_ids", "logprobs"}``, at the end the whole answer. Closing it cancels the request."""
         await self.ready()
         self._check(body.input_ids, body.max_new_tokens)
         rid = body.request_id or uuid.uuid4().hex
+        if rid in self._running:
+            raise DuplicateId(f'a request with the id "{rid}" is under way; choose another request_id')
+        self._running.add(rid)
+        try:
+            async with aclosing(self.group.events(rid, body.input_ids, body.max_new_tokens, body.digests)) as events:
+                async for part in self._parts(rid, body, events):
+                    yield part
+        finally:
+            self._running.discard(rid)
+
+    async def _parts(self, rid: str, body: Generate, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
         began, first = time.perf_counter(), None
         output: list[int] = []
         logprobs: list[float] = []
-        async for event in self.group.events(rid, body.input_ids, body.max_new_tokens, body.digests):
+        async for event in events:
             if "tokens" in event:
                 first = first if first is not None else time.perf_counter() - began
                 output += event["tokens"]
@@ -119,11 +149,12 @@ def status_of(error: Exception) -> HTTPException:
     raise error
 
 
-async def _events(head: dict[str, Any], parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    yield f"data: {json.dumps(head)}\n\n"
+async def _events(head: dict[str, Any], parts: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
     try:
-        async for part in parts:
-            yield f"data: {json.dumps(part)}\n\n"
+        async with aclosing(parts):
+            yield f"data: {json.dumps(head)}\n\n"
+            async for part in parts:
+                yield f"data: {json.dumps(part)}\n\n"
     except tuple(STATUS) as error:
         yield f"data: {json.dumps({'error': str(error)})}\n\n"
 
@@ -132,7 +163,7 @@ http = FastAPI(title="hicache_ray", description="Generation with a cluster-wide 
 
 
 # Serve keeps the routes as they are at this point: what they use must be defined above.
-@serve.deployment(max_ongoing_requests=256, health_check_timeout_s=240, graceful_shutdown_timeout_s=5)
+@serve.deployment(max_queued_requests=ROUTER_QUEUE, graceful_shutdown_timeout_s=5)
 @serve.ingress(http)
 class HttpDeployment(HiCacheDeployment):
     """``POST /generate``; see :class:`Generate`."""
@@ -164,6 +195,8 @@ def application(config: Config, prepared: Prepared, socket: str, replicas: int, 
         version=hashlib.sha256(f"{config!r}{prepared!r}{app}{socket}".encode()).hexdigest()[:16],
         _internal=True,
         num_replicas=replicas,
+        max_ongoing_requests=config.engine.max_queue + 1 + REFUSABLE,
+        health_check_timeout_s=HEALTH_S,
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": 0.1},

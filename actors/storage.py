@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+import threading
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hicache_ray.actors import names
+from hicache_ray.actors.remote import cause, living
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import ArenaConfig, ArenaService
+from hicache_ray.storage.owned import sweep as sweep_directory
 
 START_S = 60.0
+TELL_S = 30.0
 
 
 class StorageShell:
@@ -21,12 +25,15 @@ class StorageShell:
 
     def __init__(self, config: ArenaConfig) -> None:
         self.service = ArenaService(config).start()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            threading.Thread(target=tell_coordinators, name="hicache-tell", daemon=True).start()
 
     def address(self) -> dict[str, str]:
         return self.service.address.to_dict()
 
     def stats(self) -> dict[str, Any]:
-        return asdict(self.service.stats())
+        """Counters since this incarnation began, and its process."""
+        return {**asdict(self.service.stats()), "incarnation": self.service.address.incarnation, "pid": os.getpid()}
 
     def ping(self) -> int:
         return os.getpid()
@@ -36,22 +43,47 @@ class StorageShell:
         self.service.close()
 
 
+def tell_coordinators() -> None:
+    """L3 begins empty after a crash, and coordinators believe of some pages that it has them. Best effort: who does not answer is dead,
+    or has not begun; either starts without such beliefs."""
+    told = [actor.forget_storage.remote() for actor in living(names.is_any_coordinator).values()]
+    if told:
+        ray.wait(told, num_returns=len(told), timeout=TELL_S)
+
+
+def sweep(directory: str) -> None:
+    """Remove what dead arenas have left in a directory of this machine. What lives is not touched."""
+    sweep_directory(directory)
+
+
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4}
 StorageActor: Any = ray.remote(**OPTIONS)(StorageShell)
 
 
-def ensure(config: ArenaConfig, node: str) -> Any:
+@dataclass(frozen=True)
+class Ensured:
+    """A storage actor, the path of its socket, and whether it was made just now."""
+
+    actor: Any
+    socket: str
+    made: bool
+
+
+def ensure(config: ArenaConfig, node: str) -> Ensured:
     """The storage actor of a node, made if there is none. Raises :class:`StoreError` when it does not come up."""
+    name = names.storage(config.name, node)
+    made = name not in living(lambda n: n == name)
     actor = StorageActor.options(
-        name=names.storage(config.name, node),
+        name=name,
         namespace=names.NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     ).remote(config)
     try:
-        ray.get(actor.address.remote(), timeout=START_S)
+        address = ray.get(actor.address.remote(), timeout=START_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
-        ray.kill(actor)
-        raise StoreError(f"the storage actor of this node did not start: {error}") from error
-    return actor
+        if made:
+            ray.kill(actor)
+        raise StoreError(f"the storage actor of this node did not start: {cause(error)}") from error
+    return Ensured(actor, address["socket"], made)

@@ -1,0 +1,88 @@
+"""A Ray of our own on this machine: started for one tier, and ended with every process and file that it has made."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass
+
+import psutil
+import ray
+
+from hicache_ray.config import Config
+from hicache_ray.errors import ConfigError
+
+#: Logical CPUs that Serve's own actors and ours take beside the ranks.
+SPARE_CPUS = 4
+OBJECT_STORE_BYTES = 128 << 20
+#: How long the processes of a Ray that has been shut down may take to end by themselves.
+END_S = 5.0
+
+
+def check_ports(config: Config) -> None:
+    """Refuse addresses that cannot be bound, before anything starts: Serve would hang, or share the port. Raises :class:`ConfigError`."""
+    for section, at in (("serve", config.serve), ("admin", config.admin)):
+        try:
+            found = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(found[4])
+                probe.listen(1)
+        except OSError as error:
+            why = f"is taken; choose another {section}.port"
+            if error.errno != errno.EADDRINUSE:
+                why = f"cannot be bound ({error.strerror}); choose another {section}.host or {section}.port"
+            raise ConfigError(f"{section}.port is {at.port}, and {at.host}:{at.port} {why}") from error
+
+
+@dataclass
+class LocalRay:
+    """``folder``: Ray's session with its sockets and logs."""
+
+    folder: str = ""
+
+    def start(self, config: Config) -> None:
+        """Raises what ray.init raises. Call :meth:`stop` in any case."""
+        # Below /tmp whatever TMPDIR says: Ray's sockets need a short path.
+        self.folder = tempfile.mkdtemp(prefix="hicache-ray-", dir="/tmp")
+        # Logical CPUs: a second replica's placement group must find room whatever the machine has.
+        cpus = SPARE_CPUS + (config.serve.replicas + 1) * (config.model.tp + 1)
+        ray.init(
+            address="local",
+            num_cpus=max(cpus, os.cpu_count() or 1),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=self.folder,
+        )
+
+    def stop(self) -> None:
+        """Returns when all processes are gone; those that do not end by themselves (frozen ones cannot) are killed. Idempotent."""
+        if not self.folder:
+            return
+        processes = self._processes()
+        try:
+            ray.shutdown()
+        finally:
+            _, left = psutil.wait_procs(processes, END_S)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, END_S)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = ""
+
+    def _processes(self) -> list[psutil.Process]:
+        """Ray's own processes name its folder; its workers descend from them."""
+        found: list[psutil.Process] = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(self.folder in word for word in child.cmdline()):
+                    found += [child, *child.children(recursive=True)]
+        return found
