@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from hicache_ray import lengths
 from hicache_ray.index import ABSENT, from_bits
+from hicache_ray.policy import Entries
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part
 from hicache_ray.spec import Kind, Tier
@@ -24,16 +25,17 @@ def wanted(res: Residency, match: Match) -> tuple[Part, ...]:
     for c in res.spec.components:
         bits = match.present[Tier.DEVICE][c.name] & ~match.present[Tier.HOST][c.name]
         missing[c.name] = from_bits(bits, len(match.keys))
-    room = {c.name: _room(res, match, c.name) for c in res.spec.components}
+    own = res.index.find(match.keys)
+    rooms = {c.name: room(res, c.name, own) for c in res.spec.components}
     chosen = {name: np.zeros(len(match.keys), dtype=bool) for name in missing}
     for k in lengths.members(match.lengths(Tier.DEVICE, Tier.HOST)):
         closure = {c.name: _closure(missing[c.name], lengths.needed(c, k, res.spec.page_size)) for c in res.spec.components}
-        if all(int(flags.sum()) <= room[name] for name, flags in closure.items()):
+        if all(int(flags.sum()) <= rooms[name] for name, flags in closure.items()):
             chosen = closure
             break
     for name, flags in missing.items():
         rest = np.flatnonzero(flags & ~chosen[name])
-        left = room[name] - int(chosen[name].sum())
+        left = rooms[name] - int(chosen[name].sum())
         # Deep full pages without their prefix are worth nothing: fill those from the root, everything else from the end.
         pick = rest[:left] if res.spec[name].kind is Kind.FULL else rest[::-1][:left]
         chosen[name][pick] = True
@@ -41,10 +43,9 @@ def wanted(res: Residency, match: Match) -> tuple[Part, ...]:
     return _parts(Tier.DEVICE, chosen)
 
 
-def _room(res: Residency, match: Match, component: str) -> int:
-    """Slots the host can give without losing a page of the path itself."""
+def room(res: Residency, component: str, own: Entries) -> int:
+    """Slots the host can give without losing one of its pages ``own``."""
     place = (Tier.HOST, component)
-    own = res.index.find(match.keys)
     return res.room(place) - int(np.count_nonzero(res.idle(place, own)))
 
 

@@ -193,7 +193,8 @@ class Cache:
         if self.settings.write_policy.value == "write_through":
             # Every length inside the path is of interest here, not only those below the cap of one request.
             everything = match(self.res, keys, lengths.ones(len(keys) + 1))
-            yield from self._copy_down(backup.wanted(self.res, everything), keys)
+            own = {c.name: self._cached((Tier.HOST, c.name), keys) for c in self.spec.components}
+            yield from self._copy_down(backup.wanted(self.res, everything), keys, own)
         yield from self._persist(keys)
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> Story:
@@ -224,6 +225,8 @@ class Cache:
             found = self.match(job).with_storage(answer.found)
             if answer.late or answer.error:
                 job.limit = Limit.LOOKUP
+            else:
+                prefetch.note(self.res, found)
         threshold = -(-self.settings.prefetch_threshold // self.spec.page_size)
         chosen = plan.choose(found, threshold, lambda p: prefetch.fits(self.res, found, p))
         job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
@@ -247,7 +250,8 @@ class Cache:
         try:
             deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
             got = yield Move(self._id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
-            found = prefetch.commit(self.res, found, moved, got.bits)
+            # Others have come and gone meanwhile, and room was made: what is local is asked anew.
+            found = prefetch.commit(self.res, self.match(job), moved, got.bits)
         finally:
             transfer.close(self.res, moved)
         for leg, bits in zip(moved.legs, got.bits, strict=True):
@@ -333,7 +337,7 @@ class Cache:
 
     def _room(self, tier: Tier, need: Mapping[str, int], holder: str) -> Story:
         """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room."""
-        tried: set[bytes] = set()
+        tried: set[tuple[str, bytes]] = set()
         while True:
             victims = evict.choose(self.res, tier, need)
             if victims is None:
@@ -344,26 +348,40 @@ class Cache:
                 evict.drop(self.res, tier, victims)
                 return
             # Others may lease the victims while they are copied, so the choice is made anew afterwards.
-            tried |= {self.res.index.key(e) for v in alone.values() for e in v.tolist()}
-            yield from self._rescue(alone)
+            yield from self._rescue(alone, tried)
 
-    def _rescue(self, victims: Mapping[str, Entries]) -> Story:
-        """Device pages on their way out go to the host, as many as it has room for, and from there to L3."""
-        keys = tuple(dict.fromkeys(self.res.index.key(e) for v in victims.values() for e in v.tolist()))
+    def _rescue(self, victims: Mapping[str, Entries], tried: set[tuple[str, bytes]]) -> Story:
+        """Device pages on their way out go to the host, as many as it has room for, and from there to L3.
+
+        ``tried`` gains what need not be rescued any more. Where the host is too small for all at once and L3 takes what it is given, the
+        rest is left for another round.
+        """
+        names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
+        keys = tuple(dict.fromkeys(k for path in names.values() for k in path))
         where = {k: i for i, k in enumerate(keys)}
-        parts = []
-        for component, entries in victims.items():
-            take = entries[::-1][: self.res.room((Tier.HOST, component))]
-            parts.append(Part(component, Tier.DEVICE, np.asarray([where[self.res.index.key(e)] for e in take.tolist()], dtype=np.int32)))
-            self.res.counters[(Tier.HOST, component)].refused += len(entries) - len(take)
-        yield from self._copy_down(parts, keys)
-        if self.settings.storage:
+        own = {c.name: self._not_sealed(c.name, keys) for c in self.spec.components}
+        taken, left = [], set()
+        for component, path in names.items():
+            room = backup.room(self.res, component, own[component])
+            take, rest = path[::-1][:room], path[::-1][room:]
+            taken.append(Part(component, Tier.DEVICE, np.asarray([where[k] for k in take], dtype=np.int32)))
+            left |= {(component, self.res.index.key(e)) for e in self._not_sealed(component, rest).tolist()}
+            tried |= {(component, k) for k in path} - left
+            self.res.counters[(Tier.HOST, component)].refused += len(rest)
+        yield from self._copy_down(taken, keys, own)
+        for component, path in names.items():  # they arrive in the order in which they have left
+            self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), path))
+        if not left:
             self.spawn("persist", self._persist(keys))
+            return
+        yield from self._persist(keys)
+        if not any(len(p.pages) for p in taken) or not self.settings.storage or backup.not_durable(self.res, keys):
+            tried |= left
 
-    def _copy_down(self, parts: Sequence[Part], keys: tuple[bytes, ...]) -> Story:
-        """L1 to L2. The path's own host pages are held meanwhile, so that making room does not take them."""
+    def _copy_down(self, parts: Sequence[Part], keys: tuple[bytes, ...], own: Mapping[str, Entries]) -> Story:
+        """L1 to L2. The host pages ``own`` (component -> entries) are held meanwhile, so that making room does not take them."""
         parts = [p for p in parts if len(p.pages)]
-        held = [self._lease("backup", (Tier.HOST, c.name), self._cached((Tier.HOST, c.name), keys)) for c in self.spec.components]
+        held = [self._lease("backup", (Tier.HOST, c), entries[self._in_host(c, entries)]) for c, entries in own.items()]
         moved = None
         try:
             victims = evict.choose(self.res, Tier.HOST, {p.component: len(p.pages) for p in parts})
@@ -382,11 +400,13 @@ class Cache:
             self.res.leases.release_all(held)
 
     def _persist(self, keys: tuple[bytes, ...]) -> Story:
-        """L2 to L3."""
+        """L2 to L3. The pages are leased now, also where the story that writes them begins later."""
         parts = backup.not_durable(self.res, keys) if self.settings.storage else ()
-        if not parts:
+        return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, keys))
+
+    def _write(self, moved: transfer.Transfer) -> Story:
+        if not moved:
             return
-        moved = transfer.begin(self.res, "persist", Tier.STORAGE, parts, keys)
         try:
             deadline = self.settings.prefetch_cap_s
             got = yield Move(self._id(), "persist", Tier.HOST, Tier.STORAGE, moved.spans(), deadline)
@@ -417,6 +437,14 @@ class Cache:
     def _cached(self, place: tuple[Tier, str], keys: Sequence[bytes]) -> Entries:
         entries = self.res.index.find(keys)
         return entries[self.res.index.slots(place, entries) >= 0]
+
+    def _in_host(self, component: str, entries: Entries) -> np.ndarray:
+        return self.res.index.slots((Tier.HOST, component), entries) >= 0
+
+    def _not_sealed(self, component: str, keys: Sequence[bytes]) -> Entries:
+        """Entries of the keys, which all exist, whose object L3 is not known to have."""
+        entries = self.res.index.find(keys)
+        return entries[~self.res.index.durable((Tier.HOST, component), entries)]
 
     def _lease(self, holder: str, place: tuple[Tier, str], entries: Entries) -> Lease:
         return self.res.leases.take(holder, place, self.res.slots(place, entries))

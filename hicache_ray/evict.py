@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 
 import numpy as np
@@ -28,15 +28,15 @@ def choose(res: Residency, tier: Tier, need: Mapping[str, int]) -> Mapping[str, 
     return out
 
 
-def only_here(res: Residency, victims: Mapping[str, Entries], tried: set[bytes]) -> Mapping[str, Entries]:
+def only_here(res: Residency, victims: Mapping[str, Entries], tried: Set[tuple[str, bytes]]) -> Mapping[str, Entries]:
     """Device victims that the host does not have: they are copied there first while it has room, so that no tier forgets for another.
 
-    ``tried``: keys of pages for which that was tried already.
+    ``tried``: (component, key) of pages for which that was tried already.
     """
     out = {}
     for component, entries in victims.items():
         alone = res.index.slots((Tier.HOST, component), entries) == ABSENT
-        alone &= np.array([res.index.key(e) not in tried for e in entries.tolist()], dtype=bool)
+        alone &= np.array([(component, res.index.key(e)) not in tried for e in entries.tolist()], dtype=bool)
         if np.any(alone):
             out[component] = entries[alone]
     return out

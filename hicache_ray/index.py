@@ -107,9 +107,10 @@ class Index:
         """All entries with a slot in the place."""
         return np.flatnonzero(self._slots[self._column[place]] != ABSENT).astype(np.int32)
 
-    def set_durable(self, place: Place, entries: Entries) -> None:
-        """A hint: L3 has sealed these objects (of the place's component)."""
-        self._durable[self._column[place], entries] = True
+    def set_durable(self, place: Place, entries: Entries, sealed: bool | npt.NDArray[np.bool_] = True) -> None:
+        """A hint: L3 has sealed these objects (of the place's component), or it turned out that it has not. Skips ``ABSENT`` ones."""
+        known = entries != ABSENT
+        self._durable[self._column[place], entries[known]] = sealed if isinstance(sealed, bool) else sealed[known]
 
     def durable(self, place: Place, entries: Entries) -> npt.NDArray[np.bool_]:
         return self._durable[self._column[place]][entries]

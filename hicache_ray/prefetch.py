@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from hicache_ray import lengths, transfer
-from hicache_ray.index import ABSENT, from_bits, to_bits
+from hicache_ray.index import from_bits, to_bits
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Plan
 from hicache_ray.spec import Tier
@@ -47,10 +47,17 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
         keep.append(sum(1 << i for i in wanted))
         res.counters[(Tier.STORAGE, leg.component)].failures += len(leg.keys) - leg_bits.bit_count()
     transfer.arrive(res, moved, bits, keep)
-    for leg in moved.legs:
-        entries = res.index.find(leg.keys)
-        res.index.set_durable((Tier.HOST, leg.component), entries[entries != ABSENT])
+    for leg, leg_bits in zip(moved.legs, bits, strict=True):
+        # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
+        res.index.set_durable((Tier.HOST, leg.component), res.index.find(leg.keys), from_bits(leg_bits, len(leg.keys)))
     return now
+
+
+def note(res: Residency, found: Match) -> None:
+    """A lookup has said what L3 holds of a path: objects that it has lost since are written again by the next backup."""
+    entries = res.index.find(found.keys)
+    for component, bits in found.present[Tier.STORAGE].items():
+        res.index.set_durable((Tier.HOST, component), entries, from_bits(bits, len(entries)))
 
 
 def _pages(pages: np.ndarray, bits: int) -> int:

@@ -62,6 +62,10 @@ class Residency:
         kind = self.spec[place[1]].kind
         self.policies[place].touch(entries[order(kind, len(entries))])
 
+    def touch_in_order(self, place: Place, entries: Entries) -> None:
+        """The entries were used together, and should go in the order in which they are given."""
+        self.policies[place].touch(entries)
+
     def publish(self, place: Place, keys: Sequence[bytes], lease: Lease) -> Entries:
         """The bytes in the leased slots are complete: cache them under ``keys``.
 
