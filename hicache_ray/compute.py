@@ -32,17 +32,19 @@ class Shape:
         return cls(start, prompt, prompt + max(new_tokens, 1) - 1)
 
 
-def snapshot_lengths(component: Component, settings: Settings, shape: Shape, page_size: int) -> tuple[int, ...]:
-    """Lengths at which a request makes snapshots: at every chunk boundary of the prompt, then at the track interval.
+def snapshot_lengths(component: Component, settings: Settings, shape: Shape, spec: CacheSpec) -> tuple[int, ...]:
+    """Lengths at which a request makes snapshots: at every chunk boundary of the prompt, then at the track interval; of those only where
+    no wide page or entry of another component is cut.
 
     Under ``exact`` decode makes none that anybody could use: what decode made is not canonical.
     """
-    stride = component.reach or settings.grid or page_size
-    prompt = range((shape.start // stride + 1) * stride, shape.prompt + 1, stride)
-    if settings.exact:
-        return tuple(prompt)
-    step = component.reach or settings.track_interval
-    return (*prompt, *range((max(shape.prompt, shape.start) // step + 1) * step, shape.end + 1, step))
+    stride = component.reach or settings.grid or spec.page_size
+    out = list(range((shape.start // stride + 1) * stride, shape.prompt + 1, stride))
+    if not settings.exact:
+        step = component.reach or settings.track_interval
+        out += range((max(shape.prompt, shape.start) // step + 1) * step, shape.end + 1, step)
+    whole = spec.step(None)
+    return tuple(n for n in out if n % whole == 0)
 
 
 def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]:
@@ -50,7 +52,7 @@ def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]
     out = {}
     for c in spec.components:
         if c.is_state:
-            out[c.name] = 1 + len(snapshot_lengths(c, settings, shape, spec.page_size))
+            out[c.name] = 1 + len(snapshot_lengths(c, settings, shape, spec))
         else:
             span = spec.page_size * c.page_span
             out[c.name] = -(-shape.end // span) - shape.start // span
@@ -83,7 +85,7 @@ def begin(res: Residency, settings: Settings, holder: str, keys: Sequence[bytes]
         used = lengths.needed(c, shape.start // spec.page_size, spec.page_size)
         cached = res.slots(place, res.index.find([keys[i] for i in used]))
         if c.is_state:
-            made = snapshot_lengths(c, settings, shape, spec.page_size)
+            made = snapshot_lengths(c, settings, shape, spec)
             snapshots[c.name] = tuple(zip(made, lease.slots[:-1].tolist(), strict=True))
             live[c.name] = int(lease.slots[-1])
             if len(cached):
@@ -126,5 +128,3 @@ def decode_steps(prompt: int, sampled: int, new_tokens: int, page_size: int) -> 
     """Tokens to sample in the next decode record: up to the next page boundary of the cached length, so that no call is made in between."""
     cached = prompt + sampled - 1
     return min(page_size - cached % page_size, new_tokens - sampled)
-
-

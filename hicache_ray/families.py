@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hicache_ray.errors import ConfigError, UnsupportedModel
-from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard
+from hicache_ray.spec import CacheSpec, Component, Field, Shard
 from hicache_ray.templates import (
     CHUNKED_KV,
     CSA_ENTRIES,
@@ -110,7 +110,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "falcon_h1": Family({"hybrid": (FULL_KV, _MAMBA_D)}),
         "granitemoehybrid": Family({**_FULL, "linear_attention": (_MAMBA_D,)}),
         "nemotron_h": Family({**_FULL, "linear_attention": (_NEMOTRON,)}),
-        "zamba2": Family({"hybrid": (with_heads(FULL_KV, "num_key_value_heads", "attention_head_dim"), _ZAMBA), "linear_attention": (_ZAMBA,)}),
+        "zamba2": Family(
+            {"hybrid": (with_heads(FULL_KV, "num_key_value_heads", "attention_head_dim"), _ZAMBA), "linear_attention": (_ZAMBA,)}
+        ),
         "mamba2": Family({"linear_attention": (_MAMBA2,)}, attention="eager"),
         "qwen3_next": Family(_GDN),
         "qwen3_5_moe_text": Family(_GDN),
@@ -271,4 +273,6 @@ def _accept(config: Any, family: Family, ranks: int, dtype: str) -> None:
         )
     if ranks > 1 and not family.tp:
         able = ", ".join(name for name, f in FAMILIES.items() if f.tp)
-        raise ConfigError(f'model.tp is {ranks}, but "{config.model_type}" runs on one rank only; set model.tp to 1 or choose one of {able}')
+        raise ConfigError(
+            f'model.tp is {ranks}, but "{config.model_type}" runs on one rank only; set model.tp to 1 or choose one of {able}'
+        )

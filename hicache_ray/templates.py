@@ -35,8 +35,8 @@ class Template:
 
     def absent(self, config: Any, layer: int) -> bool:
         attribute, value = self.unless
-        entries = getattr(config, attribute, None) if attribute else None
-        return bool(entries) and entries[layer] == value
+        entries = (getattr(config, attribute, None) if attribute else None) or ()
+        return layer < len(entries) and bool(entries[layer] == value)
 
 
 def with_heads(template: Template, heads: str, k: str, v: str = "") -> Template:
@@ -55,14 +55,10 @@ CHUNKED_KV = Template("chunked", Kind.CHUNKED, _KV, reach="attention_chunk_size"
 #: Multi-head latent attention caches the compressed latent and one rotated key; every rank needs all of both.
 MLA = Template("full", Kind.FULL, (Part("latent", "1", ("kv_lora_rank",)), Part("rope", "1", ("qk_rope_head_dim",))), replicated=True)
 #: Keys of a sparse-attention indexer; a "shared" layer uses the choice of the one before it.
-INDEX_KEYS = Template(
-    "index", Kind.FULL, (Part("index", "1", ("index_head_dim",)),), replicated=True, unless=("indexer_types", "shared")
-)
+INDEX_KEYS = Template("index", Kind.FULL, (Part("index", "1", ("index_head_dim",)),), replicated=True, unless=("indexer_types", "shared"))
 
 #: A window whose keys are its values too.
-SHARED_KV_WINDOW = Template(
-    "window", Kind.WINDOW, (Part("kv", "1", ("head_dim",)),), reach="sliding_window - 1", replicated=True
-)
+SHARED_KV_WINDOW = Template("window", Kind.WINDOW, (Part("kv", "1", ("head_dim",)),), reach="sliding_window - 1", replicated=True)
 _CSA, _HCA = "compress_rates.compressed_sparse_attention", "compress_rates.heavily_compressed_attention"
 CSA_ENTRIES = Template(
     "csa",

@@ -37,7 +37,9 @@ class PoolCache(Cache):
             index, pool = c.layers.index(layer), pools[c.name]
             if c.is_state:
                 if snapshots is not None:
-                    raise ConfigError(f"layer {layer} is in the state components {owner!r} and {c.name!r}; make them one of all their fields")
+                    raise ConfigError(
+                        f"layer {layer} is in the state components {owner!r} and {c.name!r}; make them one of all their fields"
+                    )
                 snapshots, owner = Snapshots(pool, index), c.name
             else:
                 rows.update({PLACES[f.name]: Rows(self.tables[c.name], pool.typed(f.name, index)) for f in c.fields})

@@ -67,7 +67,8 @@ def _described(tensor: torch.Tensor) -> str:
 def _expected(component: Component, field: Field, layer: Any, count: int) -> str:
     shape = list(field.shape or (field.width,))
     if component.is_state:
-        if PLACES[field.name].attribute.startswith("buffer"):
+        # A snapshot has room for all tokens of a window but the last; so many are there now.
+        if PLACES[field.name].attribute.startswith("buffer") and shape[0] == int(layer.compress_rate) - 1:
             shape[0] = count % int(layer.compress_rate)
         shape = [*([field.heads] if field.heads > 1 else []), *shape]
     else:
@@ -88,7 +89,8 @@ def _check_kind(layer: Any, component: Component, who: str) -> None:
         Kind.FULL: window is None,
     }[component.kind]
     if not fits:
+        keeps = "all tokens" if window is None else f"a window of {window} tokens"
         raise ConfigError(
-            f"{who} keeps a window of {window} tokens, but component {component.name!r} of the cache spec is {component.kind.value} "
+            f"{who} keeps {keeps}, but component {component.name!r} of the cache spec is {component.kind.value} "
             f"with a reach of {component.reach}"
         )

@@ -20,6 +20,7 @@ from hicache_ray.integrations.transformers.cover import check_covered
 from hicache_ray.integrations.transformers.sizes import COMMON, SIZES
 from hicache_ray.spec import CacheSpec
 
+
 @dataclass(frozen=True)
 class Loaded:
     """A model ready to run and the caches it keeps, both as this rank holds them."""
@@ -29,9 +30,10 @@ class Loaded:
 
 
 def make_weights(family: str, directory: str | Path, size: str = "tiny", seed: int = 0, dtype: str = "float32") -> Path:
-    """Save a model of ``family`` ("qwen3", "gemma3", ...; a "_text" suffix may be given) with random weights; returns the folder.
+    """Save a model of ``family`` ("qwen3", "gemma3", ...; a "_text" suffix may be given) with random weights.
 
-    The same arguments give the same weights. Every family has the size "tiny". Raises :class:`ConfigError` for an unknown size or dtype, UnsupportedModel for the family.
+    Returns the folder. The same arguments give the same weights. Every family has the size "tiny". Raises :class:`ConfigError` for an
+    unknown size or dtype, UnsupportedModel for the family.
     """
     model_type = canonical_type(family)
     if (model_type, size) not in SIZES:
@@ -41,17 +43,20 @@ def make_weights(family: str, directory: str | Path, size: str = "tiny", seed: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
-        _scale_up(model, torch.Generator().manual_seed(seed + 1))
+        _scale_up(model, seed + 1)
     folder = Path(directory)
     model.save_pretrained(folder)
     return folder
 
 
-def _scale_up(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights of unit gain: those of the default initialisation give nearly flat logits, whose argmax means nothing."""
+def _scale_up(model: PreTrainedModel, seed: int) -> None:
+    """Weights of unit gain: those of the default initialisation give nearly flat logits, whose argmax means nothing, and convolutions
+    that see little but the last token, so that a lost conv state would hardly show."""
+    generators = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim >= 2 and "conv" not in name and "A_log" not in name:
+            if weight.ndim >= 2 and "A_log" not in name:
+                generator = generators["conv" in name]
                 weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
 
 

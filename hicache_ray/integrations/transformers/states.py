@@ -61,10 +61,11 @@ class StateLayer(LinearAttentionLayer):
         self.snapshots = snapshots
         self._states = {place: snapshots.new(place) for place in snapshots.fields}
         for place, state in self._states.items():
-            getattr(self, place.attribute)[place.key] = state
-            getattr(self, f"is_{place.attribute}_initialized")[place.key] = True
+            index = int(place.key or 0)
+            getattr(self, place.attribute)[index] = state
+            getattr(self, f"is_{place.attribute}_initialized")[index] = True
             if place.attribute == "conv_states":
-                self.conv_kernel_size[place.key] = state.shape[-1]
+                self.conv_kernel_size[index] = state.shape[-1]
 
     def load(self, slot: int, length: int) -> None:
         if length:
@@ -77,7 +78,7 @@ class StateLayer(LinearAttentionLayer):
             self.snapshots.save(place, slot, state)
 
 
-class HybridLayer(StateLayer, PagedLayer):
+class HybridLayer(StateLayer, PagedLayer):  # type: ignore[override]  # is_croppable, as in transformers' own
     """Attention and states in one layer."""
 
     # As transformers' own: a cache of compileable layers gets a mask even where none is needed, and with it another attention kernel.
