@@ -25,8 +25,8 @@ def prompt(count: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(3, 512, count).astype(np.int32)
 
 
-def load(family: str, folder: Path, dtype: str = "float32") -> Loaded:
-    return build(make_weights(family, folder, "tiny", seed=3, dtype=dtype), PAGE, dtype)
+def load(family: str, folder: Path, dtype: str = "float32", **changes: object) -> Loaded:
+    return build(make_weights(family, folder, "tiny", seed=3, dtype=dtype, **changes), PAGE, dtype)
 
 
 def plain(model: PreTrainedModel, tokens: Tokens, steps: int, grid: int = GRID) -> Outcome:

@@ -18,9 +18,9 @@ from hicache_ray.spec import CacheSpec, Component, Field, Kind
 
 def check_covered(model: PreTrainedModel, spec: CacheSpec) -> None:
     """:class:`ConfigError` with the layer's name and class unless the fields of ``spec`` (of one rank) are what each layer keeps."""
-    # Enough tokens for an entry of every ratio, and one more for the tail.
-    count = 1 + max(c.ratio for c in spec.components)
     cache = DynamicCache(config=model.config)
+    # Enough tokens for an entry of every layer that compresses, and one more for its tail.
+    count = 1 + max(int(getattr(layer, "compress_rate", 1)) for layer in cache.layers)
     tokens = torch.arange(count, device=model.device)[None]
     with torch.inference_mode():
         model(input_ids=tokens, position_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)

@@ -29,17 +29,17 @@ class Loaded:
     spec: CacheSpec
 
 
-def make_weights(family: str, directory: str | Path, size: str = "tiny", seed: int = 0, dtype: str = "float32") -> Path:
+def make_weights(family: str, directory: str | Path, size: str = "tiny", seed: int = 0, dtype: str = "float32", **changes: object) -> Path:
     """Save a model of ``family`` ("qwen3", "gemma3", ...; a "_text" suffix may be given) with random weights.
 
-    Returns the folder. The same arguments give the same weights. Every family has the size "tiny". Raises :class:`ConfigError` for an
-    unknown size or dtype, UnsupportedModel for the family.
+    Returns the folder. The same arguments give the same weights. Every family has the size "tiny"; ``changes`` to its configuration may
+    be given. Raises :class:`ConfigError` for an unknown size or dtype, UnsupportedModel for the family.
     """
     model_type = canonical_type(family)
     if (model_type, size) not in SIZES:
         have = ", ".join(sorted(s for name, s in SIZES if name == model_type))
         raise ConfigError(f'model size is "{size}"; choose one of {have} for "{model_type}"')
-    config = AutoConfig.for_model(model_type, **COMMON, **SIZES[model_type, size])
+    config = AutoConfig.for_model(model_type, **{**COMMON, **SIZES[model_type, size], **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
