@@ -239,3 +239,15 @@ def test_layers_of_unlike_sizes_are_components_of_their_own() -> None:
     spec = spec_from_config(config, PAGE)
     assert [(c.name, c.layers, c.fields[0].heads) for c in spec.components] == [("full", (0, 2), 2), ("full.2", (1,), 4)]
     assert canonical_type("llama_text") == "llama"
+
+
+@pytest.mark.parametrize(("layout", "offset"), [("layer_first", 0), ("page_first", 4), ("page_head", 0), ("page_first_direct", 12)])
+@pytest.mark.parametrize("family", ["mimo_v2_flash", "deepseek_v32", "inkling_text", "deepseek_v4"])
+def test_where_the_bytes_lie_does_not_matter(models: Callable[[str], Loaded], family: str, layout: str, offset: int) -> None:
+    """K and V of unlike width, fields without heads, states of several dtypes: in every layout, and in memory that is not aligned."""
+    loaded, tokens, boundaries = models(family), prompt(2 * GRID + 9), range(GRID, 3 * GRID, GRID)
+    straight, shuffled = Rig(loaded, shuffled=False), Rig(loaded, layout=layout, offset=offset)
+    one = straight.run(straight.record(tokens, 4, snapshots=boundaries))
+    two = shuffled.run(shuffled.record(tokens, 4, snapshots=boundaries))
+    assert one == two
+    assert one.digests
