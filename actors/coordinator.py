@@ -146,7 +146,10 @@ class CoordinatorShell:
         return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, setup.recipe)
 
     async def stats(self) -> dict[str, Any]:
-        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage."""
+        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
+
+        ``requests``: served since the incarnation began; ``active``: under way.
+        """
         driver = self._running()
         res = driver.cache.res
         tiers: dict[str, dict[str, Any]] = {}
@@ -160,6 +163,7 @@ class CoordinatorShell:
         return {
             "incarnation": driver.group.incarnation,
             "requests": driver.cache.requests,
+            "active": len(driver.group.active()),
             "tokens": dict(driver.cache.tokens),
             "tiers": tiers,
             "calls": dict(driver.calls),

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import Protocol
 
 from hicache_ray.ask import ask
@@ -50,6 +51,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="hicache-ask")
         self._timer: asyncio.Task[None] | None = None
+        self._context = Context()
         self._ahead: dict[tuple[int, str], float] = {}
         self.lost: str = ""
         self.calls = {"rank": 0, "store": 0}
@@ -151,7 +153,9 @@ class Driver:
         record = envelope.record
         if envelope.rank != STORE:
             self.calls["rank"] += 1
-            return self._ranks.execute(envelope.rank, record, envelope.incarnation)
+            # A record is of the whole group, whoever's request happened to set it going. In that request's own context Ray would count it
+            # as a child of the request, and cancel it together with it.
+            return self._context.run(self._ranks.execute, envelope.rank, record, envelope.incarnation)
         self.calls["store"] += 1
         assert isinstance(record, Lookup | Clear)
         if self._store is None:

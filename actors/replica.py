@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,9 @@ from hicache_ray.actors.rank import JOIN_S, RankActor, RankSetup, drain_s
 from hicache_ray.actors.remote import answer, cause
 from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of
 from hicache_ray.config import Config
-from hicache_ray.errors import ConfigError, GroupLost
+from hicache_ray.errors import Cancelled, ConfigError, GroupLost
+
+log = logging.getLogger("hicache_ray.actors")
 
 #: Loading a model may take this long on a busy machine.
 START_S = 180.0
@@ -76,7 +80,9 @@ class CacheGroup:
         if self._healing is None:
             if self.incarnation != seen:
                 return
-            self._healing = asyncio.get_running_loop().create_task(self._rounds())
+            # In a context of its own: Ray cancels what a request has begun when its client hangs up.
+            self._healing = Context().run(asyncio.get_running_loop().create_task, self._rounds())
+            log.warning("the cache group of replica %s is being started anew after incarnation %d", self.place.replica, seen)
             self._healing.add_done_callback(self._healed)
         await asyncio.shield(self._healing)
 
@@ -187,6 +193,7 @@ class CacheGroup:
                         yield event
                 return
             except (GroupLost, ray.exceptions.RayError) as error:
+                log.warning("request %s has lost its cache group: %s", rid, error)
                 if attempt + 1 == ATTEMPTS:
                     raise GroupLost(f"request {rid} was lost {ATTEMPTS} times with its cache group: {error}") from error
             await self.heal(seen)
@@ -201,12 +208,14 @@ class CacheGroup:
             async for ref in stream:
                 yield await ref
             ended = True
+        except ray.exceptions.TaskCancelledError as error:
+            raise Cancelled(f"request {rid} was cancelled") from error
         except ray.exceptions.RayError as error:
             ended = True
             raise cause(error) from None
         finally:
             if not ended:
-                coordinator.cancel.remote(rid)
+                Context().run(coordinator.cancel.remote, rid)  # not a child of what is being cancelled
 
     async def healthy(self) -> bool:
         """Whether all actors answer and the group is not lost; heals when not, and then says no."""

@@ -133,12 +133,12 @@ class HiCacheDeployment:
 
     def _check(self, tokens: Sequence[int], new_tokens: int) -> None:
         engine = self.config.engine
-        for name, value, most in (
-            ("input_ids", len(tokens), engine.max_prompt_tokens),
-            ("max_new_tokens", new_tokens, engine.max_new_tokens),
+        for name, value, setting, most in (
+            ("input_ids", len(tokens), "engine.max_prompt_tokens", engine.max_prompt_tokens),
+            ("max_new_tokens", new_tokens, "engine.max_new_tokens", engine.max_new_tokens),
         ):
             if value > most:
-                raise CapacityError(f"{name} asks for {value} tokens and this deployment takes at most {most} (engine.max_*_tokens)")
+                raise CapacityError(f"{name} asks for {value} tokens and this deployment takes at most {most} ({setting})")
 
 
 def status_of(error: Exception) -> HTTPException:
