@@ -303,12 +303,12 @@ class Cache:
         run = compute.begin(self.res, self.settings, request.rid, job.keys, shape)
         job.leases.extend(run.own.values())
         tokens, sampled = request.tokens, 0
-        resume = run.resume
+        resume, chunk = run.resume, compute.chunk(self.spec, self.settings)
         start, steps = shape.start, 1
         while True:
             end = len(tokens) + steps - 1
             record = Compute(
-                self._id(), request.rid, start, tokens[start:], steps, self.settings.grid, run.tables, run.live, resume,
+                self._id(), request.rid, start, tokens[start:], steps, chunk, run.tables, run.live, resume,
                 run.snapshots_in(start, end), self.settings.compute_deadline_s,
             )  # fmt: skip
             got = yield record

@@ -18,7 +18,7 @@ from hicache_ray import lengths
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache, Ended, Event, Job, Phase, Request, Sampled
 from hicache_ray.copies import Mover, choose
-from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
+from hicache_ray.errors import Cancelled, ConfigError, EngineError, HiCacheError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.explain import differing_fields
 from hicache_ray.group import STORE, Envelope, Group
@@ -141,6 +141,7 @@ class ContentEngine:
 
     def run(self, record: Compute) -> Outcome:
         tokens = self.prompts[record.rid]
+        self._verify(record, tokens)
         for c in self.spec.components:
             if c.is_state:
                 for n, slot in record.snapshots.get(c.name, ()):
@@ -153,6 +154,28 @@ class ContentEngine:
         output = tuple(int(t) for t in tokens[first : first + record.steps])
         output += (0,) * (record.steps - len(output))
         return Outcome(output=output, logprobs=(0.0,) * len(output))
+
+    def read(self, component: Component, slot: int) -> bytes:
+        """Canonical bytes of a device slot."""
+        pool = self.pools[component.name]
+        return b"".join(pool.rows(f.name)[slot].contiguous().numpy().tobytes() for f in component.fields)
+
+    def _verify(self, record: Compute, tokens: Tokens) -> None:
+        """What a model would read must be there, byte for byte, and snapshots be asked for where a forward ends."""
+        stop, grid = record.start + len(record.feed), record.grid
+        ends = {*range(record.start - record.start % grid, stop, grid)} if grid else set()
+        ends |= {*range(stop, record.end + 1)}
+        for c in self.spec.components:
+            if c.is_state:
+                slot = record.resume.get(c.name, -1)
+                wrong = slot >= 0 and self.read(c, slot) != self.content(c, tokens, record.start)
+                wrong |= any(n not in ends or n <= record.start for n, _ in record.snapshots.get(c.name, ()))
+            else:
+                span, table = self.spec.page_size * c.page_span, record.tables[c.name]
+                used = range(c.lo(record.start) // span, record.start // span)
+                wrong = any(self.read(c, int(table[p])) != self.content(c, tokens, (p + 1) * span) for p in used)
+            if wrong:
+                raise EngineError(f"request {record.rid}: component {c.name!r} has wrong bytes or snapshots at length {record.start}")
 
 
 @dataclass
@@ -395,9 +418,7 @@ class Stack:
         keys = page_keys(self.ns, tokens)
         used = self._used(tokens, pool)
         slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find([keys[i] for i in used]))
-        device = self._engines[rank].pools[pool]
-        rows = [device.rows(f.name) for f in self.spec[pool].fields]
-        return b"".join(row[int(s)].contiguous().numpy().tobytes() for s in slots for row in rows)
+        return b"".join(self._engines[rank].read(self.spec[pool], int(slot)) for slot in slots)
 
     def made(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
         """The bytes that a recompute would give in the place of :meth:`read`."""

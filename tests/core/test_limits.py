@@ -193,5 +193,9 @@ def test_bad_settings_are_refused_with_a_sentence() -> None:
         Stack(grid=100)
     with pytest.raises(ConfigError, match="cache.exact needs a grid"):
         Stack(exact=True)
+    with pytest.raises(ConfigError, match="a snapshot every 128 tokens, which is not a multiple of cache.grid 256; choose 256 or 512"):
+        Stack(exact=True, grid=256, pools={"state": state(128)})
+    with pytest.raises(ConfigError, match="a snapshot every 100 tokens, which is not a multiple of cache.page_size 64; choose 64 or 128"):
+        Stack(pools={"state": state(100)})
     with pytest.raises(ConfigError, match="component 'draft' is a draft component; this version serves target components only"):
         Stack(pools={"full": full(), "draft": full(role="draft", lookahead=1)})

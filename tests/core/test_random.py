@@ -19,15 +19,15 @@ from tests.core.drive import all_bytes_are_right, at_rest, ended
 PAGE = 8
 
 
-def pools(rng: random.Random) -> dict[str, Component]:
-    """A model: always full attention, with some of the other kinds beside it."""
+def pools(rng: random.Random, grid: int | None = None) -> dict[str, Component]:
+    """A model: always full attention, with some of the other kinds beside it. Snapshots are made at multiples of the grid."""
     out = {"full": full(layers=1)}
     if rng.random() < 0.6:
         out["swa"] = window(rng.randint(1, 40), layers=1)
     if rng.random() < 0.4:
         out["chunk"] = chunked(rng.randint(1, 40), layers=1)
     if rng.random() < 0.5:
-        out["state"] = state(PAGE * rng.randint(1, 3), layers=1)
+        out["state"] = state((grid or PAGE) * rng.randint(1, 3), layers=1)
     if rng.random() < 0.2:
         out["wide"] = full(page_span=2, layers=1)
     if rng.random() < 0.2:
@@ -57,9 +57,11 @@ class Life:
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
         exact = rng.random() < 0.3
+        grid = 3 * PAGE if exact else None
         self.stack = Stack(
-            page=PAGE, pools=pools(rng), l1=rng.randint(28, 40), l2=rng.randint(4, 50), l3=rng.choice([20, 1000]), ranks=rng.randint(1, 3),
-            write_policy=rng.choice(["write_through", "write_back"]), exact=exact, grid=3 * PAGE if exact else None,
+            page=PAGE, pools=pools(rng, grid), ranks=rng.randint(1, 3),
+            l1=rng.randint(28, 40), l2=rng.randint(4, 50), l3=rng.choice([20, 1000]),
+            write_policy=rng.choice(["write_through", "write_back"]), exact=exact, grid=grid,
             layout=rng.choice(["page_first_direct", "page_first", "layer_first"]), max_requests=6,
         )  # fmt: skip
         self.prompts = prompts(rng)

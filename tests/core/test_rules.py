@@ -13,7 +13,7 @@ from hicache_ray.testing import Served, Stack, chunked, full, state, window
 from tests.core.drive import all_bytes_are_right, at_rest, prompt
 from tests.core.test_random import PAGE, pools, prompts
 
-ALL_KINDS = {"full": full(), "swa": window(100), "chunk": chunked(192), "state": state(128), "wide": full(page_span=2)}
+ALL_KINDS = {"full": full(), "swa": window(100), "chunk": chunked(192), "state": state(256), "wide": full(page_span=2)}
 
 
 def last_legal(parts: dict[str, Component], page: int, asked: int, given: int, made: int, grid: int | None) -> int:
@@ -36,8 +36,9 @@ def right_bytes(stack: Stack, tokens: list[int]) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_after_write_through_the_host_alone_and_storage_alone_can_resume(seed: int) -> None:
     rng = random.Random(seed)
-    parts, exact = pools(rng), rng.random() < 0.5
+    exact = rng.random() < 0.5
     grid = 3 * PAGE if exact else None
+    parts = pools(rng, grid)
     stack = Stack(page=PAGE, pools=parts, ranks=rng.randint(1, 4), exact=exact, grid=grid)
     tokens = prompt(seed, rng.randint(1, 120))
     given = rng.randint(1, len(tokens))
@@ -317,7 +318,7 @@ def test_under_exact_nothing_that_a_partial_chunk_or_decode_made_is_published(gi
     for tier in ("l1", "l2", "l3"):
         assert stack.have(tier, "full", tokens) == stack.have(tier, "swa", tokens) == set(range(top // 64))
         assert stack.have(tier, "wide", tokens) == set(range(1, top // 64, 2))
-        assert stack.have(tier, "state", tokens) == set(range(128, top + 1, 128))
+        assert stack.have(tier, "state", tokens) == set(range(256, top + 1, 256))
     all_bytes_are_right(stack, [tokens])
     assert stack.probe([*tokens, 1]).reusable == top
 
