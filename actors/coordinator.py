@@ -41,6 +41,15 @@ class GroupSetup:
     socket: str
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A new incarnation. ``pids``: the ranks' processes; ``why``: what ended the one before, empty for the first."""
+
+    incarnation: int
+    pids: tuple[int, ...] = ()
+    why: str = ""
+
+
 @dataclass
 class RankHandles:
     """The ranks as Ray actors."""
@@ -67,18 +76,17 @@ class CoordinatorShell:
         self.driver: Driver | None = None
         self.store = ArenaClient(setup.socket) if setup.socket else None
         self.tags = tags_of(setup.spec, setup.recipe)
-        self.pids: tuple[int, ...] = ()
+        self.begun = Begun(0)
 
-    async def adopt(self, ranks: Sequence[Any], incarnation: int, pids: Sequence[int] = ()) -> None:
-        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty. ``pids``: their processes, for those who
-        look into a fault."""
+    async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
+        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
         if self.driver is not None:
             await self.driver.close()
-        setup, self.pids = self.setup, tuple(pids)
+        setup, self.begun = self.setup, begun
         res = Residency(setup.spec, capacities(setup.config, setup.spec))
         cache = Cache(res, settings_of(setup.config))
         # One request runs, the others wait for it.
-        group = Group(cache, time.monotonic, incarnation, setup.config.engine.max_queue + 1)
+        group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.driver = Driver(cache, RankHandles(ranks), self.store, self.tags, group)
         await asyncio.to_thread(self._describe)
 
@@ -148,7 +156,7 @@ class CoordinatorShell:
     async def stats(self) -> dict[str, Any]:
         """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
 
-        ``requests``: served since the incarnation began; ``active``: under way.
+        ``requests``: served since the incarnation began; ``active``: under way; ``restarted``: why there had to be a new incarnation.
         """
         driver = self._running()
         res = driver.cache.res
@@ -170,7 +178,8 @@ class CoordinatorShell:
             "leases": len(res.leases.open()),
             "lost": driver.lost,
             "pid": os.getpid(),
-            "rank_pids": list(self.pids),
+            "rank_pids": list(self.begun.pids),
+            "restarted": self.begun.why,
         }
 
     async def check(self) -> None:

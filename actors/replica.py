@@ -7,7 +7,6 @@ the others are replaced; all join a new process group on a new port and start wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hicache_ray.actors import names
-from hicache_ray.actors.coordinator import Coordinator, GroupSetup
+from hicache_ray.actors.coordinator import Begun, Coordinator, GroupSetup
 from hicache_ray.actors.rank import JOIN_S, RankActor, RankSetup, drain_s
 from hicache_ray.actors.remote import answer, cause
 from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of
@@ -72,24 +71,25 @@ class CacheGroup:
 
     async def start(self) -> None:
         """Bring all actors up. Raises :class:`GroupLost` when they do not come up in time, ConfigError where a rank refuses a setting."""
-        await self.heal(0)
+        await self.heal(0, "")
 
-    async def heal(self, seen: int) -> None:
+    async def heal(self, seen: int, why: str) -> None:
         """Replace what has failed, unless that has happened since incarnation ``seen``. Whoever comes while it happens waits for it; a
-        caller that gives up does not end it. Raises :class:`GroupLost`."""
+        caller that gives up does not end it. ``why``: for those who ask later. Raises :class:`GroupLost`."""
         if self._healing is None:
             if self.incarnation != seen:
                 return
+            if seen:
+                log.warning("the cache group of replica %s is lost with incarnation %d: %s", self.place.replica, seen, why)
             # In a context of its own: Ray cancels what a request has begun when its client hangs up.
-            self._healing = Context().run(asyncio.get_running_loop().create_task, self._rounds())
-            log.warning("the cache group of replica %s is being started anew after incarnation %d", self.place.replica, seen)
+            self._healing = Context().run(asyncio.get_running_loop().create_task, self._rounds(why))
             self._healing.add_done_callback(self._healed)
         await asyncio.shield(self._healing)
 
-    async def _rounds(self) -> None:
+    async def _rounds(self, why: str) -> None:
         for left in reversed(range(ROUNDS)):
             try:
-                return await self._heal()
+                return await self._heal(why)
             except GroupLost:
                 if not left:
                     raise
@@ -104,7 +104,7 @@ class CacheGroup:
         if self._healing is not None:
             await asyncio.wait([self._healing])
 
-    async def _heal(self) -> None:
+    async def _heal(self, why: str) -> None:
         """One round. Whoever fails in it is killed, so that the next round replaces it."""
         self._tried += 1
         ranks, fresh = await self._ranks()
@@ -117,7 +117,7 @@ class CacheGroup:
         pids = await _together(ranks, joining, patience_s, "meet")
         if not await self._answers(self.coordinator):
             self.coordinator = await self._new_coordinator()
-        adopting = [self.coordinator.adopt.remote(ranks, self._tried, pids)]
+        adopting = [self.coordinator.adopt.remote(ranks, Begun(self._tried, tuple(pids), why))]
         await _together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
         self.incarnation = self._tried
 
@@ -193,10 +193,10 @@ class CacheGroup:
                         yield event
                 return
             except (GroupLost, ray.exceptions.RayError) as error:
-                log.warning("request %s has lost its cache group: %s", rid, error)
+                why = f"{type(error).__name__}: {error}"
                 if attempt + 1 == ATTEMPTS:
                     raise GroupLost(f"request {rid} was lost {ATTEMPTS} times with its cache group: {error}") from error
-            await self.heal(seen)
+            await self.heal(seen, why)
 
     async def _attempt(self, rid: str, tokens: list[int], new_tokens: int, digests: bool) -> AsyncGenerator[dict[str, Any], None]:
         """One try with the present incarnation. Abandoning it cancels the request there. Raises what ended it, or RayError."""
@@ -222,11 +222,15 @@ class CacheGroup:
         await self._settled()
         seen, actors, coordinator = self.incarnation, [*self.ranks, self.coordinator], self.coordinator
         alive = await asyncio.gather(*(self._answers(a, HEALTH_PING_S) for a in actors))
+        why = f"{alive.count(False)} of its {len(actors)} actors did not answer a health check within {HEALTH_PING_S:g} s"
         if all(alive):
-            with contextlib.suppress(ray.exceptions.RayError, asyncio.TimeoutError):
-                if not await answer(coordinator.lost.remote(), HEALTH_PING_S):
-                    return True
-        await self.heal(seen)
+            try:
+                why = await answer(coordinator.lost.remote(), HEALTH_PING_S)
+            except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
+                why = f"the coordinator did not answer: {type(error).__name__}"
+            if not why:
+                return True
+        await self.heal(seen, why)
         return False
 
     def stop(self) -> None:
