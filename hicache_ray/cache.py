@@ -216,7 +216,11 @@ class Cache:
     # -- parts of a story ---------------------------------------------------------------------------------------------------------
 
     def _fetch(self, job: Job) -> Story:
-        """Match in all tiers and bring in from L3 what is worth it. Afterwards the plan's L1 and L2 pages are leased."""
+        """Match in all tiers and bring in from L3 what is worth it. Afterwards the plan's L2 pages are leased.
+
+        Those in L1 are not: whoever waits for the device must not keep it from the one who has it. What leaves it meanwhile is in L2, and
+        how far to resume is decided anew when the request's turn has come.
+        """
         found = self.match(job)
         if self.settings.storage and found.longest(*LOCAL) < found.ceiling:
             job.phase = Phase.LOOKUP
@@ -230,12 +234,12 @@ class Cache:
         threshold = -(-self.settings.prefetch_threshold // self.spec.page_size)
         chosen = plan.choose(found, threshold, lambda p: prefetch.fits(self.res, found, p))
         job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
-        self._hold(job, chosen)
+        self._hold(job, chosen, (Tier.HOST,))
         incoming = chosen.of(Tier.STORAGE)
         if incoming:
             job.phase = Phase.FETCHING
             found = yield from self._read(job, found, chosen, incoming)
-            self._hold(job, plan.at(found, found.longest(*LOCAL)))
+            self._hold(job, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
         job.promised = found.longest(*LOCAL) * self.spec.page_size
         job.phase = Phase.DECLINED if job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM) and not incoming else Phase.READY
 
@@ -449,10 +453,10 @@ class Cache:
     def _lease(self, holder: str, place: tuple[Tier, str], entries: Entries) -> Lease:
         return self.res.leases.take(holder, place, self.res.slots(place, entries))
 
-    def _hold(self, job: Job, chosen: Plan) -> None:
-        """Lease the local pages of a plan, so that they stay."""
+    def _hold(self, job: Job, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
+        """Lease a plan's pages in these tiers, so that they stay."""
         for part in chosen.parts:
-            if part.tier is not Tier.STORAGE:
+            if part.tier in tiers:
                 entries = self.res.index.find([job.keys[i] for i in part.pages.tolist()])
                 job.leases.append(self._lease(job.request.rid, (part.tier, part.component), entries))
 
