@@ -20,7 +20,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "cache": ("cache",),
     "group": ("group",),
     "tools": (
-        *("ask", "copies", "copies_cpu", "digest", "executor", "testing"),
+        *("ask", "copies", "copies_cpu", "digest", "executor", "probe_result", "testing"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
