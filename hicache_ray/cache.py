@@ -195,6 +195,9 @@ class Cache:
             everything = match(self.res, keys, lengths.ones(len(keys) + 1))
             own = {c.name: self._cached((Tier.HOST, c.name), keys) for c in self.spec.components}
             yield from self._copy_down(backup.wanted(self.res, everything), keys, own)
+            # What has just arrived is the deep end of a path whose beginning was here before: together they keep their order.
+            for c in self.spec.components:
+                self.res.touch((Tier.HOST, c.name), self._cached((Tier.HOST, c.name), keys))
         yield from self._persist(keys)
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> Story:
@@ -371,7 +374,6 @@ class Cache:
             taken.append(Part(component, Tier.DEVICE, np.asarray([where[k] for k in take], dtype=np.int32)))
             left |= {(component, self.res.index.key(e)) for e in self._not_sealed(component, rest).tolist()}
             tried |= {(component, k) for k in path} - left
-            self.res.counters[(Tier.HOST, component)].refused += len(rest)
         yield from self._copy_down(taken, keys, own)
         for component, path in names.items():  # they arrive in the order in which they have left
             self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), path))
@@ -381,6 +383,8 @@ class Cache:
         yield from self._persist(keys)
         if not any(len(p.pages) for p in taken) or not self.settings.storage or backup.not_durable(self.res, keys):
             tried |= left
+            for component, _ in left:
+                self.res.counters[(Tier.HOST, component)].refused += 1
 
     def _copy_down(self, parts: Sequence[Part], keys: tuple[bytes, ...], own: Mapping[str, Entries]) -> Story:
         """L1 to L2. The host pages ``own`` (component -> entries) are held meanwhile, so that making room does not take them."""
@@ -454,10 +458,11 @@ class Cache:
         return self.res.leases.take(holder, place, self.res.slots(place, entries))
 
     def _hold(self, job: Job, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
-        """Lease a plan's pages in these tiers, so that they stay."""
+        """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
         for part in chosen.parts:
             if part.tier in tiers:
                 entries = self.res.index.find([job.keys[i] for i in part.pages.tolist()])
+                self.res.touch((part.tier, part.component), entries)
                 job.leases.append(self._lease(job.request.rid, (part.tier, part.component), entries))
 
     def _release(self, job: Job) -> None:

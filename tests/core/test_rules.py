@@ -252,6 +252,41 @@ def test_what_left_the_device_leaves_the_host_in_the_same_order(component: Compo
         here = left
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_stays_in_a_tier_can_be_reached_from_the_root(seed: int, policy: str) -> None:
+    """A conversation grows turn by turn; whatever is then evicted from a tier, the full pages that stay are the first ones."""
+    rng = random.Random(seed)
+    stack = Stack(page=PAGE, pools={"full": full(layers=1), "state": state(PAGE, layers=1)}, ranks=2, write_policy=policy)
+    whole, other = prompt(seed, 300), prompt(seed + 50, 40)
+    turns = sorted(rng.sample(range(10, 280), 4))
+    for turn in turns:
+        act = rng.randrange(4)
+        if act == 0:
+            stack.evict_l1(64)
+        elif act == 1:
+            stack.flush(l1=rng.random() < 0.5, l2=True)
+        elif act == 2:
+            stack.prefetch("p", whole[:turn])
+            stack.settle()
+            if rng.random() < 0.5:
+                stack.load("p")
+            stack.abort("p")
+            stack.settle()
+        stack.put(whole[:turn])
+        stack.settle()
+    for tier, place in (("l2", Tier.HOST), ("l1", Tier.DEVICE)):
+        for _ in range(4):
+            pool = stack.res.pools[(place, "full")]
+            if rng.random() < 0.3:
+                stack.put(other)
+            stack.evict(tier, {"full": pool.free + rng.randint(1, 8)})
+            stack.settle()
+            have = stack.have(tier, "full", whole)
+            assert have == set(range(len(have)))
+    at_rest(stack)
+
+
 def test_windows_and_snapshots_go_when_the_page_under_them_has_gone() -> None:
     stack = Stack(pools={"full": full(), "swa": window(64), "state": state(64)}, settings={"storage": False}, write_policy="write_back")
     tokens = prompt(1, 64 * 9 + 1)
