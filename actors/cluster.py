@@ -147,12 +147,12 @@ def _bring_up(cluster: Cluster, begun: ExitStack, address: str | None, progress:
     if config.storage.backend != "none":
         progress("starting storage")
         _start_storage(cluster, begun)
+    progress("starting the admin endpoint")
+    _start_gateway(cluster, begun)
     progress(f"starting {config.serve.replicas} replica(s) of {config.model.tp} rank(s)")
     _start_serve(config, begun, owned)
-    begun.callback(_quietly, serve.delete, config.serve.name)
     cluster._deploy(config.serve.replicas)
     cluster.url = f"http://{config.serve.host}:{config.serve.port}"
-    _start_gateway(cluster, begun)
 
 
 def _connect(config: Config, begun: ExitStack, address: str | None) -> bool:
@@ -176,16 +176,17 @@ def _start_storage(cluster: Cluster, begun: ExitStack) -> None:
     found = storage.ensure(arena, ray.get_runtime_context().get_node_id())
     cluster.socket = found.socket
     if found.made:  # one that was there before belongs to somebody else
-        begun.callback(storage.sweep, arena.directory)  # what an actor that had to be killed has left
+        begun.callback(storage.sweep, arena)
         begun.callback(_close, found.actor)
 
 
 def _start_serve(config: Config, begun: ExitStack, owned: bool) -> None:
-    try:
-        ray.get_actor(CONTROLLER, SERVE_NAMESPACE)
-    except ValueError:
-        if not owned:  # in a Ray of our own it ends with the rest
+    if not owned:  # in a Ray of our own Serve and our application end with the rest
+        try:
+            ray.get_actor(CONTROLLER, SERVE_NAMESPACE)
+        except ValueError:
             begun.callback(_quietly, serve.shutdown)
+        begun.callback(_quietly, serve.delete, config.serve.name)
     serve.start(http_options={"host": config.serve.host, "port": config.serve.port}, proxy_location="HeadOnly")
 
 

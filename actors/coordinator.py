@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,20 +32,21 @@ from hicache_ray.storage import ArenaClient
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """What a coordinator needs to know of its group. ``recipe``: of the canonical bytes; ``socket``: of the arena, empty for none."""
+    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none."""
 
     config: Config
     spec: CacheSpec
     namespace: Namespace
-    recipe: Mapping[str, str]
     socket: str
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A new incarnation. ``pids``: the ranks' processes; ``why``: what ended the one before, empty for the first."""
+    """A new incarnation. ``recipe``: of the canonical bytes, which the ranks' engine tells; ``pids``: the ranks' processes; ``why``: what
+    ended the one before, empty for the first."""
 
-    incarnation: int
+    incarnation: int = 0
+    recipe: Mapping[str, str] = field(default_factory=dict)
     pids: tuple[int, ...] = ()
     why: str = ""
 
@@ -75,14 +76,15 @@ class CoordinatorShell:
         self.setup = setup
         self.driver: Driver | None = None
         self.store = ArenaClient(setup.socket) if setup.socket else None
-        self.tags = tags_of(setup.spec, setup.recipe)
-        self.begun = Begun(0)
+        self.tags: Mapping[str, tuple[bytes, ...]] = {}
+        self.begun = Begun()
 
     async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
         """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
         if self.driver is not None:
             await self.driver.close()
         setup, self.begun = self.setup, begun
+        self.tags = tags_of(setup.spec, begun.recipe)
         res = Residency(setup.spec, capacities(setup.config, setup.spec))
         cache = Cache(res, settings_of(setup.config))
         # One request runs, the others wait for it.
@@ -95,7 +97,7 @@ class CoordinatorShell:
         if self.store is None:
             return
         try:
-            describe(self.store, self.setup.spec, self.setup.recipe, 1.0)
+            describe(self.store, self.setup.spec, self.begun.recipe, 1.0)
             self.store.describe(self.setup.namespace.digest(), self.setup.namespace.record(), 1.0)
         except StoreError:
             return
@@ -151,7 +153,7 @@ class CoordinatorShell:
             return ()
         prompt = np.asarray(tokens, dtype=np.int32)
         setup = self.setup
-        return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, setup.recipe)
+        return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, self.begun.recipe)
 
     async def stats(self) -> dict[str, Any]:
         """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.

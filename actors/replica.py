@@ -109,15 +109,15 @@ class CacheGroup:
         self._tried += 1
         ranks, fresh = await self._ranks()
         self.ranks = ranks
+        if not await self._answers(self.coordinator):
+            self.coordinator = await self._new_coordinator()  # its process starts while the ranks load
         loaded = await _together(fresh, [r.load.remote() for r in fresh], START_S, "load the model")
         if loaded:
             self._recipe = dict(recipe_of(self.config, loaded[0]["engine"]))
         port, patience_s = _free_port(), drain_s(self.config) + JOIN_S
         joining = [r.join.remote(port, self._tried, self._recipe) for r in ranks]
         pids = await _together(ranks, joining, patience_s, "meet")
-        if not await self._answers(self.coordinator):
-            self.coordinator = await self._new_coordinator()
-        adopting = [self.coordinator.adopt.remote(ranks, Begun(self._tried, tuple(pids), why))]
+        adopting = [self.coordinator.adopt.remote(ranks, Begun(self._tried, self._recipe, tuple(pids), why))]
         await _together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
         self.incarnation = self._tried
 
@@ -154,7 +154,7 @@ class CacheGroup:
             ray.kill(self.coordinator)
             self.coordinator = None
         namespace = namespace_of(self.config, self.prepared.model_id)
-        setup = GroupSetup(self.config, self.prepared.spec, namespace, self._recipe, self.place.socket)
+        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket)
         name = names.coordinator(self.place.app, self.place.replica)
         until = asyncio.get_running_loop().time() + NAME_S
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from hicache_ray.storage.owned import sweep as sweep_directory
 
 START_S = 60.0
 TELL_S = 30.0
+SWEEP_S = 15.0
 
 
 class StorageShell:
@@ -51,9 +53,15 @@ def tell_coordinators() -> None:
         ray.wait(told, num_returns=len(told), timeout=TELL_S)
 
 
-def sweep(directory: str) -> None:
-    """Remove what dead arenas have left in a directory of this machine. What lives is not touched."""
-    sweep_directory(directory)
+def sweep(config: ArenaConfig, timeout_s: float = SWEEP_S) -> None:
+    """Remove what a storage actor of this machine leaves when it could not close itself: as soon as its process is dead, which may take
+    Ray some seconds. What lives then is not touched."""
+    until = time.monotonic() + timeout_s
+    while config.socket_path.parent.exists():
+        sweep_directory(config.directory)
+        if time.monotonic() > until:
+            return
+        time.sleep(0.05)
 
 
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4}
