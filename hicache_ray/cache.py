@@ -321,6 +321,8 @@ class Cache:
             got = yield record
             if got.error:
                 raise EngineError(f"request {request.rid}: {got.error}")
+            if len(got.output) != steps:
+                raise EngineError(f"request {request.rid}: the engine sampled {len(got.output)} tokens where {steps} were asked for")
             self.events.append(Sampled(request.rid, got.output, got.logprobs))
             tokens = np.concatenate([tokens, np.asarray(got.output, dtype=np.int32)])
             sampled += len(got.output)
