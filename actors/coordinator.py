@@ -123,9 +123,10 @@ class CoordinatorShell:
         await self._running().flush([Tier(t) for t in tiers], timeout_s)
 
     async def forget_storage(self) -> None:
-        """Somebody else has emptied L3: nothing counts as sealed any more."""
+        """Somebody else has emptied L3, or it has begun anew: nothing counts as sealed any more."""
         if self.driver is not None:
             self.driver.cache.res.index.clear_durable()
+            await asyncio.to_thread(self._describe)
 
     async def active(self) -> int:
         """Requests under way."""

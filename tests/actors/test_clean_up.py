@@ -90,7 +90,7 @@ def test_a_start_that_fails_late_leaves_nothing(tmp_path: Path, repository: Path
 
 
 def test_an_interrupt_while_it_starts_leaves_nothing(tmp_path: Path, repository: Path) -> None:
-    with driver(tmp_path, repository) as it:
+    with driver(tmp_path, repository, **{"model.tp": 1}) as it:
         it.reach("starting 1 replica")
         until(lambda: any("ray::RankShell" in "".join(p.cmdline()) for p in marked(it.mark)), "the start of a rank")
         rays = it.rays()
