@@ -14,9 +14,10 @@ import ray
 
 from hicache_ray import lengths
 from hicache_ray.actors.driver import Driver
+from hicache_ray.actors.remote import answer
 from hicache_ray.actors.setup import capacities, settings_of
 from hicache_ray.ask import ask, describe, tags_of
-from hicache_ray.cache import Cache, Ended, Request, Sampled
+from hicache_ray.cache import Cache
 from hicache_ray.config import Config
 from hicache_ray.errors import GroupLost, StoreError
 from hicache_ray.explain import differing_fields
@@ -28,6 +29,10 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.spec import CacheSpec, Tier
 from hicache_ray.storage import ArenaClient
+from hicache_ray.story import Ended, Request, Sampled
+
+#: How long a rank may take to let go of storage.
+REOPEN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class CoordinatorShell:
         self.driver: Driver | None = None
         self.store = ArenaClient(setup.socket) if setup.socket else None
         self.tags: Mapping[str, tuple[bytes, ...]] = {}
+        self.ranks = RankHandles(())
         self.begun = Begun()
 
     async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
@@ -89,7 +95,8 @@ class CoordinatorShell:
         cache = Cache(res, settings_of(setup.config))
         # One request runs, the others wait for it.
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
-        self.driver = Driver(cache, RankHandles(ranks), self.store, self.tags, group)
+        self.ranks = RankHandles(ranks)
+        self.driver = Driver(cache, self.ranks, self.store, self.tags, group)
         await asyncio.to_thread(self._describe)
 
     def _describe(self) -> None:
@@ -123,10 +130,22 @@ class CoordinatorShell:
         await self._running().flush([Tier(t) for t in tiers], timeout_s)
 
     async def forget_storage(self) -> None:
-        """Somebody else has emptied L3, or it has begun anew: nothing counts as sealed any more."""
+        """Somebody else has emptied L3: nothing counts as sealed any more."""
         if self.driver is not None:
             self.driver.cache.res.index.clear_durable()
-            await asyncio.to_thread(self._describe)
+
+    async def storage_died(self) -> None:
+        """The node's storage has crashed. We and the ranks let go of its memory, so that there is room for the next incarnation, and find
+        that by ourselves; what it knew is gone."""
+        await self.forget_storage()
+        if self.store is None:
+            return
+        old, self.store = self.store, ArenaClient(self.setup.socket)
+        if self.driver is not None:
+            self.driver.store = self.store
+        # Those that are dead or frozen are found by others.
+        calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
+        await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
 
     async def active(self) -> int:
         """Requests under way."""
@@ -143,8 +162,8 @@ class CoordinatorShell:
         found = match(driver.cache.res, keys, lengths.within(len(prompt) + 1, spec.page_size, driver.cache.settings.step(spec)))
         if self.store is not None:
             names = tuple(c.name for c in spec.components)
-            answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
-            found = found.with_storage(answer.found)
+            told = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
+            found = found.with_storage(told.found)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
         return {"held": held, "resumable": {t.value: found.longest(t) * spec.page_size for t in ORDER}, "pages": len(found.keys)}
 

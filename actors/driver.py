@@ -16,12 +16,13 @@ from contextvars import Context
 from typing import Protocol
 
 from hicache_ray.ask import ask
-from hicache_ray.cache import Cache, Ended, Event, Request
+from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, GroupLost, HiCacheError
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
+from hicache_ray.story import Ended, Event, Request
 
 #: How much longer than the deadlines of a record and of those before it its report may take before the group counts as lost.
 GRACE_S = 10.0
@@ -45,7 +46,7 @@ class Driver:
     def __init__(self, cache: Cache, ranks: Ranks, store: Store | None, tags: Mapping[str, tuple[bytes, ...]], group: Group) -> None:
         self.cache, self.group = cache, group
         self._ranks = ranks
-        self._store = store
+        self.store = store
         self._tags = tags
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,9 +159,9 @@ class Driver:
             return self._context.run(self._ranks.execute, envelope.rank, record, envelope.incarnation)
         self.calls["store"] += 1
         assert isinstance(record, Lookup | Clear)
-        if self._store is None:
+        if self.store is None:
             return _now(Outcome(error="storage is not attached"))
-        return asyncio.get_running_loop().run_in_executor(self._threads, ask, self._store, self._tags, record)
+        return asyncio.get_running_loop().run_in_executor(self._threads, ask, self.store, self._tags, record)
 
     async def _deliver(self, envelope: Envelope, call: Awaitable[Outcome]) -> None:
         record = envelope.record

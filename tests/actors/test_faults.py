@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -56,10 +57,18 @@ def test_killed_storage_is_a_miss_and_comes_back(tier: Tier) -> None:
 def test_what_the_host_still_holds_goes_to_the_new_storage(tier: Tier) -> None:
     """A coordinator must not believe for ever that pages are in storage which a crash has emptied."""
     tokens, _ = cold_and_sealed(tier, 3010)
-    old = tier.storage()
+    old, row = tier.storage(), tier.replica()
+    readers = [row["pid"], *row["rank_pids"]]
+    assert [_maps(pid, old["incarnation"]) for pid in readers] == [True] * 3
     kill(old["pid"])
     until(lambda: _other_than(tier, old), "a new storage process")
+    # All have let go of the memory of the dead one, which the new one may need.
+    assert [_maps(pid, old["incarnation"]) for pid in readers] == [False] * 3
     until(lambda: _stored_again(tier, tokens), "a backup to the new storage")
+
+
+def _maps(pid: int, incarnation: str) -> bool:
+    return incarnation in Path(f"/proc/{pid}/maps").read_text()
 
 
 def _other_than(tier: Tier, old: dict[str, Any]) -> dict[str, Any] | None:
