@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ray.cache import Ended, Phase
 from hicache_ray.errors import Busy, CapacityError, ConfigError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Compute
 from hicache_ray.spec import Tier
+from hicache_ray.story import Ended, Phase
 from hicache_ray.testing import Served, Stack, chunked, full, state, window
 from tests.core.drive import Steps, at_rest, ended, is_move, prompt
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from hicache_ray.cache import Phase
 from hicache_ray.errors import Busy, CapacityError, HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Compute, Outcome
 from hicache_ray.spec import Component, Tier
+from hicache_ray.story import Phase
 from hicache_ray.testing import Stack, _lane, chunked, full, state, window
 from tests.core.drive import all_bytes_are_right, at_rest, ended
 

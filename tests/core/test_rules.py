@@ -117,6 +117,20 @@ def test_a_host_too_small_for_a_path_is_given_the_longest_resume_that_fits(room:
     right_bytes(stack, tokens)
 
 
+@pytest.mark.parametrize("room", range(1, 12))
+def test_a_path_longer_than_the_host_passes_through_it_to_storage(room: int) -> None:
+    """L3 alone can resume at the last legal length, and the host keeps the longest resume that it has room for."""
+    parts = {"full": full(), "swa": window(100), "state": state(128)}
+    stack = Stack(pools=parts, l2=room)
+    tokens = prompt(3, 641)
+    stack.put(tokens)
+    stack.settle()
+    assert stack.probe(tokens).l3 == 640
+    assert stack.probe(tokens).l2 == min(room, 10) // 2 * 128
+    assert [stack.res.counters[(Tier.HOST, name)].refused for name in parts] == [0, 0, 0]
+    at_rest(stack)
+
+
 def test_what_a_backup_could_not_store_is_stored_at_the_next_touch() -> None:
     """L3 fails for a while; the host holds what it can, and the next request over the path writes what is missing."""
     stack = Stack(pools={"full": full(), "swa": window(100)}, ranks=2)

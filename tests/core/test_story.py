@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hicache_ray.cache import Ended
 from hicache_ray.errors import Cancelled, EngineError, GroupLost, HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, Record
 from hicache_ray.spec import Tier
+from hicache_ray.story import Ended
 from hicache_ray.testing import Served, _lane
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, prompt
 from tests.core.scenes import CROWDED, DIGESTS, FETCH, PREFETCH, SCENES, A, B, Scene, all_is_well_and_the_next_request_too, go_on
