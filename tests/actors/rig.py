@@ -201,9 +201,18 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def command(process: psutil.Process) -> list[str]:
+    """Of a process that may be gone."""
+    try:
+        words: list[str] = process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+    return words
+
+
 def ray_folders(processes: Sequence[psutil.Process]) -> set[Path]:
     """Session folders of the Rays that these processes belong to."""
-    words = [word for process in processes for word in process.cmdline()]
+    words = [word for process in processes for word in command(process)]
     return {Path(found) for word in words for found in re.findall(r"/tmp/hicache-ray-\w+", word)}
 
 

@@ -22,7 +22,7 @@ import pytest
 from hicache_ray.actors import cluster
 from hicache_ray.config_sources import load
 from hicache_ray.errors import ConfigError
-from tests.actors.rig import kill, marked, prompt, ray_folders, shared_memory, small, until
+from tests.actors.rig import command, kill, marked, prompt, ray_folders, shared_memory, small, until
 
 pytestmark = pytest.mark.ray
 
@@ -55,9 +55,12 @@ class Driver:
         assert found
         return found
 
+    def workers(self, title: str) -> list[int]:
+        return [p.pid for p in marked(self.mark) if f"ray::{title}" in "".join(command(p))]
+
     def nothing_is_left(self, rays: set[Path]) -> None:
         # No waiting: what a tier leaves behind must be gone when its process has ended.
-        assert [p.cmdline() for p in marked(self.mark)] == []
+        assert [command(p) for p in marked(self.mark)] == []
         assert shared_memory(self.store) == []
         assert [r for r in rays if r.exists()] == []
         assert [p for p in self.folder.rglob("*") if "hicache" in p.name] == []
@@ -67,8 +70,8 @@ class Driver:
 def driver(tmp_path: Path, repository: Path, *words: str, **more: object) -> Iterator[Driver]:
     settings, mark = {**small(), **more}, uuid.uuid4().hex
     env = {**os.environ, "TMPDIR": str(tmp_path), "MARK_OF_THIS_TEST": mark}
-    command = [sys.executable, "-m", "tests.actors.begin", json.dumps(settings), *words]
-    process = subprocess.Popen(command, cwd=repository, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    begin = [sys.executable, "-m", "tests.actors.begin", json.dumps(settings), *words]
+    process = subprocess.Popen(begin, cwd=repository, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield Driver(process, mark, str(settings["storage.name"]), tmp_path)
     finally:
@@ -89,29 +92,33 @@ def test_a_start_that_fails_late_leaves_nothing(tmp_path: Path, repository: Path
         it.nothing_is_left(rays)
 
 
-def test_an_interrupt_while_it_starts_leaves_nothing(tmp_path: Path, repository: Path) -> None:
-    with driver(tmp_path, repository, **{"model.tp": 1}) as it:
-        it.reach("starting 1 replica")
-        until(lambda: any("ray::RankShell" in "".join(p.cmdline()) for p in marked(it.mark)), "the start of a rank")
-        rays = it.rays()
-        it.process.send_signal(signal.SIGINT)
-        assert it.end() != 0
-        it.nothing_is_left(rays)
-
-
-def test_an_interrupt_during_a_request_leaves_nothing_of_frozen_processes_either(tmp_path: Path, repository: Path) -> None:
+def test_interrupts_leave_nothing_and_touch_no_other_tier(tmp_path: Path, repository: Path) -> None:
+    """One tier is interrupted while it starts; another beside it while it serves a request, with frozen processes at that."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
     # File-backed storage, in the folder where temporary files lie: neither must take the other's for leftovers.
-    with driver(tmp_path, repository, **{"storage.directory": str(tmp_path)}) as it:
-        _, url, _ = it.reach("up").split()
-        rays = it.rays()
+    with (
+        driver(one, repository, **{"model.tp": 1}) as starting,
+        driver(other, repository, **{"model.tp": 1, "storage.directory": str(other)}) as serving,
+    ):
+        starting.reach("starting 1 replica")
+        until(lambda: starting.workers("RankShell"), "the start of a rank")
+        rays = starting.rays()
+        starting.process.send_signal(signal.SIGINT)
+        assert starting.end() != 0
+        starting.nothing_is_left(rays)
+
+        _, url, _ = serving.reach("up").split()
+        rays = serving.rays()
         body = {"input_ids": prompt(4000, 600), "max_new_tokens": 256, "stream": True}
         with httpx.stream("POST", f"{url}/generate", json=body, timeout=60.0) as response:
             assert next(response.iter_lines()).startswith("data: ")
             for title in ("RankShell", "StorageShell"):
-                kill(next(p.pid for p in marked(it.mark) if f"ray::{title}" in "".join(p.cmdline())), signal.SIGSTOP)
-            it.process.send_signal(signal.SIGINT)
-            assert it.end() != 0
-        it.nothing_is_left(rays)
+                kill(serving.workers(title)[0], signal.SIGSTOP)
+            serving.process.send_signal(signal.SIGINT)
+            assert serving.end() != 0
+        serving.nothing_is_left(rays)
 
 
 @pytest.mark.parametrize("section", ["serve", "admin"])
