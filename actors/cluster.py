@@ -22,7 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from hicache_ray.actors import names, storage
-from hicache_ray.actors.gateway import ASK_S, GatewayActor, GatewaySetup
+from hicache_ray.actors.gateway import GatewayActor, GatewaySetup
 from hicache_ray.actors.local import LocalRay, check_ports
 from hicache_ray.actors.remote import cause, living
 from hicache_ray.actors.serve import application
@@ -34,6 +34,8 @@ from hicache_ray.families import canonical_type
 
 PREPARE_S = 300.0
 DEPLOY_S = 300.0
+#: An actor that does not close itself within this time is killed.
+CLOSE_S = 5.0
 #: Ray Serve's controller, by which a running Serve is known.
 CONTROLLER, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"
 #: Names of what may belong to nobody for a while must not begin like those of storage, which sweeps what its dead predecessors left.
@@ -143,49 +145,52 @@ def _bring_up(cluster: Cluster, begun: ExitStack, address: str | None, progress:
     """Whatever is begun registers its end before it begins, so that an interrupt in the middle leaves nothing."""
     config = cluster.config
     progress("starting Ray")
-    owned = _connect(config, begun, address)
+    ours = address is None and not ray.is_initialized()
+    if ours and config.storage.backend != "none":
+        begun.callback(storage.sweep, arena_config(config))  # when all processes are gone
+    _connect(config, begun, address)
     if config.storage.backend != "none":
         progress("starting storage")
-        _start_storage(cluster, begun)
+        _start_storage(cluster, begun, ours)
+    progress("starting the admin endpoint")
+    _start_gateway(cluster, begun)
     progress(f"starting {config.serve.replicas} replica(s) of {config.model.tp} rank(s)")
-    _start_serve(config, begun, owned)
-    begun.callback(_quietly, serve.delete, config.serve.name)
+    _start_serve(config, begun, ours)
     cluster._deploy(config.serve.replicas)
     cluster.url = f"http://{config.serve.host}:{config.serve.port}"
-    _start_gateway(cluster, begun)
 
 
-def _connect(config: Config, begun: ExitStack, address: str | None) -> bool:
-    """Whether Ray is our own, and ends with us."""
+def _connect(config: Config, begun: ExitStack, address: str | None) -> None:
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if ray.is_initialized():
-        return False
+        return
     if address is not None:
         begun.callback(ray.shutdown)  # leaves the cluster; it goes on without us
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return False
+        return
     local = LocalRay()
     begun.callback(local.stop)
     local.start(config)
-    return True
 
 
-def _start_storage(cluster: Cluster, begun: ExitStack) -> None:
+def _start_storage(cluster: Cluster, begun: ExitStack, ours: bool) -> None:
     arena = arena_config(cluster.config)
     found = storage.ensure(arena, ray.get_runtime_context().get_node_id())
     cluster.socket = found.socket
     if found.made:  # one that was there before belongs to somebody else
-        begun.callback(storage.sweep, arena.directory)  # what an actor that had to be killed has left
+        if not ours:
+            begun.callback(storage.sweep, arena)
         begun.callback(_close, found.actor)
 
 
-def _start_serve(config: Config, begun: ExitStack, owned: bool) -> None:
-    try:
-        ray.get_actor(CONTROLLER, SERVE_NAMESPACE)
-    except ValueError:
-        if not owned:  # in a Ray of our own it ends with the rest
+def _start_serve(config: Config, begun: ExitStack, ours: bool) -> None:
+    if not ours:  # in a Ray of our own Serve and our application end with the rest
+        try:
+            ray.get_actor(CONTROLLER, SERVE_NAMESPACE)
+        except ValueError:
             begun.callback(_quietly, serve.shutdown)
+        begun.callback(_quietly, serve.delete, config.serve.name)
     serve.start(http_options={"host": config.serve.host, "port": config.serve.port}, proxy_location="HeadOnly")
 
 
@@ -194,7 +199,10 @@ def _start_gateway(cluster: Cluster, begun: ExitStack) -> None:
     cluster.token = secret.get_secret_value() if secret is not None else secrets.token_urlsafe(24)
     app, at = config.serve.name, config.admin
     setup = GatewaySetup(app, config.storage.name, masked(config), at.host, at.port, cluster.token)
-    gateway = GatewayActor.options(name=names.gateway(app), namespace=names.NAMESPACE).remote(setup)
+    try:
+        gateway = GatewayActor.options(name=names.gateway(app), namespace=names.NAMESPACE).remote(setup)
+    except ValueError as error:
+        raise ConfigError(f'serve.name is "{app}", and a tier of this name runs on this cluster; choose another name') from error
     begun.callback(_close, gateway)
     try:
         port = ray.get(gateway.port.remote(), timeout=DEPLOY_S)
@@ -205,7 +213,7 @@ def _start_gateway(cluster: Cluster, begun: ExitStack) -> None:
 
 def _close(actor: Any) -> None:
     """End an actor, at best by its own hand."""
-    _quietly(lambda: ray.get(actor.close.remote(), timeout=ASK_S))
+    _quietly(lambda: ray.get(actor.close.remote(), timeout=CLOSE_S))
     _quietly(lambda: ray.kill(actor))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ import ray
 
 from hicache_ray import lengths
 from hicache_ray.actors.driver import Driver
+from hicache_ray.actors.remote import answer
 from hicache_ray.actors.setup import capacities, settings_of
 from hicache_ray.ask import ask, describe, tags_of
-from hicache_ray.cache import Cache, Ended, Request, Sampled
+from hicache_ray.cache import Cache
 from hicache_ray.config import Config
 from hicache_ray.errors import GroupLost, StoreError
 from hicache_ray.explain import differing_fields
@@ -28,17 +29,31 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.spec import CacheSpec, Tier
 from hicache_ray.storage import ArenaClient
+from hicache_ray.story import Ended, Request, Sampled
+
+#: How long a rank may take to let go of storage.
+REOPEN_S = 5.0
 
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """What a coordinator needs to know of its group. ``recipe``: of the canonical bytes; ``socket``: of the arena, empty for none."""
+    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none."""
 
     config: Config
     spec: CacheSpec
     namespace: Namespace
-    recipe: Mapping[str, str]
     socket: str
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A new incarnation. ``recipe``: of the canonical bytes, which the ranks' engine tells; ``pids``: the ranks' processes; ``why``: what
+    ended the one before, empty for the first."""
+
+    incarnation: int = 0
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    pids: tuple[int, ...] = ()
+    why: str = ""
 
 
 @dataclass
@@ -66,20 +81,22 @@ class CoordinatorShell:
         self.setup = setup
         self.driver: Driver | None = None
         self.store = ArenaClient(setup.socket) if setup.socket else None
-        self.tags = tags_of(setup.spec, setup.recipe)
-        self.pids: tuple[int, ...] = ()
+        self.tags: Mapping[str, tuple[bytes, ...]] = {}
+        self.ranks = RankHandles(())
+        self.begun = Begun()
 
-    async def adopt(self, ranks: Sequence[Any], incarnation: int, pids: Sequence[int] = ()) -> None:
-        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty. ``pids``: their processes, for those who
-        look into a fault."""
+    async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
+        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
         if self.driver is not None:
             await self.driver.close()
-        setup, self.pids = self.setup, tuple(pids)
+        setup, self.begun = self.setup, begun
+        self.tags = tags_of(setup.spec, begun.recipe)
         res = Residency(setup.spec, capacities(setup.config, setup.spec))
         cache = Cache(res, settings_of(setup.config))
         # One request runs, the others wait for it.
-        group = Group(cache, time.monotonic, incarnation, setup.config.engine.max_queue + 1)
-        self.driver = Driver(cache, RankHandles(ranks), self.store, self.tags, group)
+        group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
+        self.ranks = RankHandles(ranks)
+        self.driver = Driver(cache, self.ranks, self.store, self.tags, group)
         await asyncio.to_thread(self._describe)
 
     def _describe(self) -> None:
@@ -87,7 +104,7 @@ class CoordinatorShell:
         if self.store is None:
             return
         try:
-            describe(self.store, self.setup.spec, self.setup.recipe, 1.0)
+            describe(self.store, self.setup.spec, self.begun.recipe, 1.0)
             self.store.describe(self.setup.namespace.digest(), self.setup.namespace.record(), 1.0)
         except StoreError:
             return
@@ -117,6 +134,19 @@ class CoordinatorShell:
         if self.driver is not None:
             self.driver.cache.res.index.clear_durable()
 
+    async def storage_died(self) -> None:
+        """The node's storage has crashed. We and the ranks let go of its memory, so that there is room for the next incarnation, and find
+        that by ourselves; what it knew is gone."""
+        await self.forget_storage()
+        if self.store is None:
+            return
+        old, self.store = self.store, ArenaClient(self.setup.socket)
+        if self.driver is not None:
+            self.driver.store = self.store
+        # Those that are dead or frozen are found by others.
+        calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
+        await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
+
     async def active(self) -> int:
         """Requests under way."""
         return len(self._running().group.active())
@@ -132,8 +162,8 @@ class CoordinatorShell:
         found = match(driver.cache.res, keys, lengths.within(len(prompt) + 1, spec.page_size, driver.cache.settings.step(spec)))
         if self.store is not None:
             names = tuple(c.name for c in spec.components)
-            answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
-            found = found.with_storage(answer.found)
+            told = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
+            found = found.with_storage(told.found)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
         return {"held": held, "resumable": {t.value: found.longest(t) * spec.page_size for t in ORDER}, "pages": len(found.keys)}
 
@@ -143,10 +173,13 @@ class CoordinatorShell:
             return ()
         prompt = np.asarray(tokens, dtype=np.int32)
         setup = self.setup
-        return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, setup.recipe)
+        return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, self.begun.recipe)
 
     async def stats(self) -> dict[str, Any]:
-        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage."""
+        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
+
+        ``requests``: served since the incarnation began; ``active``: under way; ``restarted``: why there had to be a new incarnation.
+        """
         driver = self._running()
         res = driver.cache.res
         tiers: dict[str, dict[str, Any]] = {}
@@ -160,13 +193,15 @@ class CoordinatorShell:
         return {
             "incarnation": driver.group.incarnation,
             "requests": driver.cache.requests,
+            "active": len(driver.group.active()),
             "tokens": dict(driver.cache.tokens),
             "tiers": tiers,
             "calls": dict(driver.calls),
             "leases": len(res.leases.open()),
             "lost": driver.lost,
             "pid": os.getpid(),
-            "rank_pids": list(self.pids),
+            "rank_pids": list(self.begun.pids),
+            "restarted": self.begun.why,
         }
 
     async def check(self) -> None:

@@ -12,15 +12,17 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import Protocol
 
 from hicache_ray.ask import ask
-from hicache_ray.cache import Cache, Ended, Event, Request
+from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, GroupLost, HiCacheError
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
+from hicache_ray.story import Ended, Event, Request
 
 #: How much longer than the deadlines of a record and of those before it its report may take before the group counts as lost.
 GRACE_S = 10.0
@@ -44,12 +46,13 @@ class Driver:
     def __init__(self, cache: Cache, ranks: Ranks, store: Store | None, tags: Mapping[str, tuple[bytes, ...]], group: Group) -> None:
         self.cache, self.group = cache, group
         self._ranks = ranks
-        self._store = store
+        self.store = store
         self._tags = tags
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="hicache-ask")
         self._timer: asyncio.Task[None] | None = None
+        self._context = Context()
         self._ahead: dict[tuple[int, str], float] = {}
         self.lost: str = ""
         self.calls = {"rank": 0, "store": 0}
@@ -151,12 +154,14 @@ class Driver:
         record = envelope.record
         if envelope.rank != STORE:
             self.calls["rank"] += 1
-            return self._ranks.execute(envelope.rank, record, envelope.incarnation)
+            # A record is of the whole group, whoever's request happened to set it going. In that request's own context Ray would count it
+            # as a child of the request, and cancel it together with it.
+            return self._context.run(self._ranks.execute, envelope.rank, record, envelope.incarnation)
         self.calls["store"] += 1
         assert isinstance(record, Lookup | Clear)
-        if self._store is None:
+        if self.store is None:
             return _now(Outcome(error="storage is not attached"))
-        return asyncio.get_running_loop().run_in_executor(self._threads, ask, self._store, self._tags, record)
+        return asyncio.get_running_loop().run_in_executor(self._threads, ask, self.store, self._tags, record)
 
     async def _deliver(self, envelope: Envelope, call: Awaitable[Outcome]) -> None:
         record = envelope.record

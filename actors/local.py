@@ -21,7 +21,7 @@ from hicache_ray.errors import ConfigError
 SPARE_CPUS = 4
 OBJECT_STORE_BYTES = 128 << 20
 #: How long the processes of a Ray that has been shut down may take to end by themselves.
-END_S = 5.0
+END_S = 3.0
 
 
 def check_ports(config: Config) -> None:

@@ -17,6 +17,7 @@ from hicache_ray.errors import GroupLost
 from hicache_ray.lease import Place
 from hicache_ray.records import Compute, Outcome, Record
 from hicache_ray.spec import CacheSpec, Tier
+from hicache_ray.storage import ArenaClient
 
 #: Ranks that join a group have loaded their model already, so they meet soon or not at all.
 JOIN_S = 30.0
@@ -45,6 +46,7 @@ class RankShell:
         self.incarnation = 0
         self.lock = threading.Lock()
         self.running = 0
+        self.store: ArenaClient | None = None
 
     @ray.method(concurrency_group="compute")
     def load(self) -> dict[str, Any]:
@@ -74,14 +76,13 @@ class RankShell:
         from hicache_ray.ask import tags_of
         from hicache_ray.executor import Executor, Rank
         from hicache_ray.integrations.transformers import TpConfig, join, leave
-        from hicache_ray.storage import ArenaClient
 
         self._drain()
         leave()
         setup = self.setup
         tags = {name: of[setup.rank] for name, of in tags_of(self.spec, recipe).items()}
-        if not hasattr(self, "store"):
-            self.store = ArenaClient(setup.socket) if setup.socket else None
+        if self.store is None and setup.socket:
+            self.store = ArenaClient(setup.socket)
         rank = Rank(setup.rank, self.spec, self.pools, tags)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
         engine = setup.config.engine
@@ -137,6 +138,15 @@ class RankShell:
                     return
             time.sleep(0.005)
         raise GroupLost(f"rank {self.setup.rank} has copies that did not end within {timeout_s:g} s")
+
+    @ray.method(concurrency_group="control")
+    def reopen_storage(self) -> None:
+        """Let go of a dead incarnation of storage and of its memory. Transfers under way fail; later ones look for the next."""
+        old = self.store
+        if old is None:
+            return
+        self.store = self.executor.store = ArenaClient(self.setup.socket)
+        old.close()
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:

@@ -7,10 +7,11 @@ the others are replaced; all join a new process group on a new port and start wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,14 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hicache_ray.actors import names
-from hicache_ray.actors.coordinator import Coordinator, GroupSetup
+from hicache_ray.actors.coordinator import Begun, Coordinator, GroupSetup
 from hicache_ray.actors.rank import JOIN_S, RankActor, RankSetup, drain_s
 from hicache_ray.actors.remote import answer, cause
 from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of
 from hicache_ray.config import Config
-from hicache_ray.errors import ConfigError, GroupLost
+from hicache_ray.errors import Cancelled, ConfigError, GroupLost
+
+log = logging.getLogger("hicache_ray.actors")
 
 #: Loading a model may take this long on a busy machine.
 START_S = 180.0
@@ -68,22 +71,25 @@ class CacheGroup:
 
     async def start(self) -> None:
         """Bring all actors up. Raises :class:`GroupLost` when they do not come up in time, ConfigError where a rank refuses a setting."""
-        await self.heal(0)
+        await self.heal(0, "")
 
-    async def heal(self, seen: int) -> None:
+    async def heal(self, seen: int, why: str) -> None:
         """Replace what has failed, unless that has happened since incarnation ``seen``. Whoever comes while it happens waits for it; a
-        caller that gives up does not end it. Raises :class:`GroupLost`."""
+        caller that gives up does not end it. ``why``: for those who ask later. Raises :class:`GroupLost`."""
         if self._healing is None:
             if self.incarnation != seen:
                 return
-            self._healing = asyncio.get_running_loop().create_task(self._rounds())
+            if seen:
+                log.warning("the cache group of replica %s is lost with incarnation %d: %s", self.place.replica, seen, why)
+            # In a context of its own: Ray cancels what a request has begun when its client hangs up.
+            self._healing = Context().run(asyncio.get_running_loop().create_task, self._rounds(why))
             self._healing.add_done_callback(self._healed)
         await asyncio.shield(self._healing)
 
-    async def _rounds(self) -> None:
+    async def _rounds(self, why: str) -> None:
         for left in reversed(range(ROUNDS)):
             try:
-                return await self._heal()
+                return await self._heal(why)
             except GroupLost:
                 if not left:
                     raise
@@ -98,20 +104,20 @@ class CacheGroup:
         if self._healing is not None:
             await asyncio.wait([self._healing])
 
-    async def _heal(self) -> None:
+    async def _heal(self, why: str) -> None:
         """One round. Whoever fails in it is killed, so that the next round replaces it."""
         self._tried += 1
         ranks, fresh = await self._ranks()
         self.ranks = ranks
+        if not await self._answers(self.coordinator):
+            self.coordinator = await self._new_coordinator()  # its process starts while the ranks load
         loaded = await _together(fresh, [r.load.remote() for r in fresh], START_S, "load the model")
         if loaded:
             self._recipe = dict(recipe_of(self.config, loaded[0]["engine"]))
         port, patience_s = _free_port(), drain_s(self.config) + JOIN_S
         joining = [r.join.remote(port, self._tried, self._recipe) for r in ranks]
         pids = await _together(ranks, joining, patience_s, "meet")
-        if not await self._answers(self.coordinator):
-            self.coordinator = await self._new_coordinator()
-        adopting = [self.coordinator.adopt.remote(ranks, self._tried, pids)]
+        adopting = [self.coordinator.adopt.remote(ranks, Begun(self._tried, self._recipe, tuple(pids), why))]
         await _together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
         self.incarnation = self._tried
 
@@ -148,7 +154,7 @@ class CacheGroup:
             ray.kill(self.coordinator)
             self.coordinator = None
         namespace = namespace_of(self.config, self.prepared.model_id)
-        setup = GroupSetup(self.config, self.prepared.spec, namespace, self._recipe, self.place.socket)
+        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket)
         name = names.coordinator(self.place.app, self.place.replica)
         until = asyncio.get_running_loop().time() + NAME_S
         while True:
@@ -187,9 +193,10 @@ class CacheGroup:
                         yield event
                 return
             except (GroupLost, ray.exceptions.RayError) as error:
+                why = f"{type(error).__name__}: {error}"
                 if attempt + 1 == ATTEMPTS:
                     raise GroupLost(f"request {rid} was lost {ATTEMPTS} times with its cache group: {error}") from error
-            await self.heal(seen)
+            await self.heal(seen, why)
 
     async def _attempt(self, rid: str, tokens: list[int], new_tokens: int, digests: bool) -> AsyncGenerator[dict[str, Any], None]:
         """One try with the present incarnation. Abandoning it cancels the request there. Raises what ended it, or RayError."""
@@ -201,23 +208,29 @@ class CacheGroup:
             async for ref in stream:
                 yield await ref
             ended = True
+        except ray.exceptions.TaskCancelledError as error:
+            raise Cancelled(f"request {rid} was cancelled") from error
         except ray.exceptions.RayError as error:
             ended = True
             raise cause(error) from None
         finally:
             if not ended:
-                coordinator.cancel.remote(rid)
+                Context().run(coordinator.cancel.remote, rid)  # not a child of what is being cancelled
 
     async def healthy(self) -> bool:
         """Whether all actors answer and the group is not lost; heals when not, and then says no."""
         await self._settled()
         seen, actors, coordinator = self.incarnation, [*self.ranks, self.coordinator], self.coordinator
         alive = await asyncio.gather(*(self._answers(a, HEALTH_PING_S) for a in actors))
+        why = f"{alive.count(False)} of its {len(actors)} actors did not answer a health check within {HEALTH_PING_S:g} s"
         if all(alive):
-            with contextlib.suppress(ray.exceptions.RayError, asyncio.TimeoutError):
-                if not await answer(coordinator.lost.remote(), HEALTH_PING_S):
-                    return True
-        await self.heal(seen)
+            try:
+                why = await answer(coordinator.lost.remote(), HEALTH_PING_S)
+            except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
+                why = f"the coordinator did not answer: {type(error).__name__}"
+            if not why:
+                return True
+        await self.heal(seen, why)
         return False
 
     def stop(self) -> None:

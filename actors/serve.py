@@ -32,6 +32,8 @@ class DuplicateId(Busy):
 STATUS = {CapacityError: 400, EngineError: 400, DuplicateId: 409, Busy: 503, GroupLost: 503, Cancelled: 499}
 #: Requests that Serve lets through beyond those that may wait for the model, so that the replica can refuse them itself, with its reason.
 REFUSABLE = 64
+#: How often an idle group is looked after.
+HEALTH_PERIOD_S = 5.0
 #: A health check may take as long as a lost group takes to heal.
 HEALTH_S = 240.0
 #: Requests that may wait in one of Serve's routers; one more is refused as unavailable.
@@ -133,12 +135,12 @@ class HiCacheDeployment:
 
     def _check(self, tokens: Sequence[int], new_tokens: int) -> None:
         engine = self.config.engine
-        for name, value, most in (
-            ("input_ids", len(tokens), engine.max_prompt_tokens),
-            ("max_new_tokens", new_tokens, engine.max_new_tokens),
+        for name, value, setting, most in (
+            ("input_ids", len(tokens), "engine.max_prompt_tokens", engine.max_prompt_tokens),
+            ("max_new_tokens", new_tokens, "engine.max_new_tokens", engine.max_new_tokens),
         ):
             if value > most:
-                raise CapacityError(f"{name} asks for {value} tokens and this deployment takes at most {most} (engine.max_*_tokens)")
+                raise CapacityError(f"{name} asks for {value} tokens and this deployment takes at most {most} ({setting})")
 
 
 def status_of(error: Exception) -> HTTPException:
@@ -196,6 +198,7 @@ def application(config: Config, prepared: Prepared, socket: str, replicas: int, 
         _internal=True,
         num_replicas=replicas,
         max_ongoing_requests=config.engine.max_queue + 1 + REFUSABLE,
+        health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_S,
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import threading
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,21 +13,28 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hicache_ray.actors import names
 from hicache_ray.actors.remote import cause, living
-from hicache_ray.errors import StoreError
+from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import ArenaConfig, ArenaService
 from hicache_ray.storage.owned import sweep as sweep_directory
 
+log = logging.getLogger("hicache_ray.actors")
+
 START_S = 60.0
-TELL_S = 30.0
+#: Longest wait for those who use storage to let go of a dead incarnation, and for its memory to become free.
+TELL_S = 10.0
+ROOM_S = 60.0
+SWEEP_S = 15.0
 
 
 class StorageShell:
     """Lives until :meth:`close` and ``ray.kill``; Ray starts it anew after a crash, empty and with a new incarnation."""
 
     def __init__(self, config: ArenaConfig) -> None:
-        self.service = ArenaService(config).start()
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            threading.Thread(target=tell_coordinators, name="hicache-tell", daemon=True).start()
+            tell_coordinators()
+            self.service = _start_again(config)
+        else:
+            self.service = ArenaService(config).start()
 
     def address(self) -> dict[str, str]:
         return self.service.address.to_dict()
@@ -44,16 +52,35 @@ class StorageShell:
 
 
 def tell_coordinators() -> None:
-    """L3 begins empty after a crash, and coordinators believe of some pages that it has them. Best effort: who does not answer is dead,
-    or has not begun; either starts without such beliefs."""
-    told = [actor.forget_storage.remote() for actor in living(names.is_any_coordinator).values()]
+    """L3 begins empty after a crash, while coordinators believe of some pages that it has them, and they and their ranks still hold the
+    memory of the dead incarnation. Best effort: who does not answer is dead, or has not begun."""
+    told = [actor.storage_died.remote() for actor in living(names.is_any_coordinator).values()]
     if told:
         ray.wait(told, num_returns=len(told), timeout=TELL_S)
 
 
-def sweep(directory: str) -> None:
-    """Remove what dead arenas have left in a directory of this machine. What lives is not touched."""
-    sweep_directory(directory)
+def _start_again(config: ArenaConfig) -> ArenaService:
+    """The memory of the dead incarnation is free only when its last reader has let go of it; until then there may be no room."""
+    until = time.monotonic() + ROOM_S
+    while True:
+        try:
+            return ArenaService(config).start()
+        except ConfigError as error:
+            if time.monotonic() > until:
+                log.error("storage cannot start again, Ray tries anew: %s", error)
+                os._exit(1)  # an error raised here would be for good
+            time.sleep(0.2)
+
+
+def sweep(config: ArenaConfig, timeout_s: float = SWEEP_S) -> None:
+    """Remove what a storage actor of this machine leaves when it could not close itself: as soon as its process is dead, which may take
+    Ray some seconds. What lives then is not touched."""
+    until = time.monotonic() + timeout_s
+    while config.socket_path.parent.exists():
+        sweep_directory(config.directory)
+        if time.monotonic() > until:
+            return
+        time.sleep(0.05)
 
 
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4}

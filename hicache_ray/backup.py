@@ -39,7 +39,6 @@ def wanted(res: Residency, match: Match) -> tuple[Part, ...]:
         # Deep full pages without their prefix are worth nothing: fill those from the root, everything else from the end.
         pick = rest[:left] if res.spec[name].kind is Kind.FULL else rest[::-1][:left]
         chosen[name][pick] = True
-        res.counters[(Tier.HOST, name)].refused += len(rest) - len(pick)
     return _parts(Tier.DEVICE, chosen)
 
 
@@ -53,6 +52,17 @@ def _closure(missing: npt.NDArray[np.bool_], pages: range) -> npt.NDArray[np.boo
     out = np.zeros(len(missing), dtype=bool)
     out[list(pages)] = True
     return out & missing
+
+
+def stranded(res: Residency, keys: Sequence[bytes]) -> tuple[Part, ...]:
+    """Device pages among ``keys`` that neither the host has nor L3 is known to have."""
+    entries = res.index.find(keys)
+    flags = {}
+    for c in res.spec.components:
+        alone = (res.index.slots((Tier.DEVICE, c.name), entries) != ABSENT) & (res.index.slots((Tier.HOST, c.name), entries) == ABSENT)
+        alone[alone] = ~res.index.durable((Tier.HOST, c.name), entries[alone])
+        flags[c.name] = alone
+    return _parts(Tier.DEVICE, flags)
 
 
 def not_durable(res: Residency, keys: Sequence[bytes]) -> tuple[Part, ...]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hicache_ray.config_sources import Loaded, render
-
-if TYPE_CHECKING:
-    from hicache_ray.actors.probe import Result, Step
+from hicache_ray.probe_result import Result, Step
 
 #: Columns of a table that goes to a file or a pipe.
 WIDTH = 120

@@ -6,6 +6,7 @@ it will make. All are taken before the first token, so that nothing can run out 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ def snapshot_lengths(component: Component, settings: Settings, shape: Shape, spe
         out += range((max(shape.prompt, shape.start) // step + 1) * step, shape.end + 1, step)
     whole = spec.step(None)
     return tuple(n for n in out if n % whole == 0)
+
+
+def chunk(spec: CacheSpec, settings: Settings) -> int:
+    """Tokens between the ends of the prefill's chunks: the grid; without one wherever states make snapshots; 0 where there are none."""
+    return settings.grid or math.gcd(*(c.reach or spec.page_size for c in spec.components if c.is_state))
 
 
 def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]:

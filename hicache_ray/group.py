@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hicache_ray.cache import Cache, Ended, Event, Job, Request, Story, Wait
+from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, Cancelled, CapacityError, GroupLost, HiCacheError
 from hicache_ray.lease import Lease
 from hicache_ray.records import Clear, Lookup, Merged, Move, Outcome, Record
 from hicache_ray.spec import Tier
+from hicache_ray.story import Ended, Event, Job, Request, Story, Wait
 
 #: The "rank" that answers questions about L3 as a whole.
 STORE = -1

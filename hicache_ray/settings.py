@@ -55,6 +55,12 @@ class Settings:
         for component in spec.components:
             if component.role == "draft":
                 raise ConfigError(f"component {component.name!r} is a draft component; this version serves target components only")
+            if component.is_state and component.reach % (self.grid or page):
+                step, of = (self.grid, "cache.grid") if self.grid else (page, "cache.page_size")
+                raise ConfigError(
+                    f"component {component.name!r} makes a snapshot every {component.reach} tokens, which is not a multiple of "
+                    f"{of} {step}; choose {_near(component.reach, step)}"
+                )
 
     def step(self, spec: CacheSpec) -> int:
         """Tokens between the lengths from which a request may resume."""

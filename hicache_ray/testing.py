@@ -7,16 +7,13 @@ A user reproduces a fault with it. :class:`Stack` is not a second model of the t
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from hicache_ray import lengths
 from hicache_ray.ask import ask, describe, tags_of
-from hicache_ray.cache import Cache, Ended, Event, Job, Phase, Request, Sampled
+from hicache_ray.cache import Cache
 from hicache_ray.copies import Mover, choose
 from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
 from hicache_ray.executor import Executor, Rank
@@ -29,53 +26,15 @@ from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record, T
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.settings import Settings, WritePolicy
-from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
+from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage.memory import MemoryStore
 from hicache_ray.storage.wrappers import FaultyStore
+from hicache_ray.story import Ended, Event, Job, Phase, Request, Sampled
+from hicache_ray.testing_parts import ContentEngine, FakeClock, chunked, full, state, window
+
+__all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "state", "window"]
 
 TIERS: Mapping[str, Tier] = {"l1": Tier.DEVICE, "l2": Tier.HOST, "l3": Tier.STORAGE}
-KV = (Field("k", 2, 4), Field("v", 2, 4))
-STATE = (Field("conv", 1, 6), Field("recurrent", 2, 8, 4, "float32"))
-
-
-@dataclass
-class FakeClock:
-    """Seconds that pass only when somebody says so."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def _component(kind: Kind, reach: int, fields: Sequence[Field], more: Mapping[str, Any]) -> Component:
-    rest = dict(more)
-    layers = tuple(range(rest.pop("layers", 2)))
-    shard = Shard(rest.pop("shard", "heads"))
-    return Component("unnamed", kind, tuple(rest.pop("fields", fields)), layers, reach, shard=shard, **rest)
-
-
-def full(**more: Any) -> Component:
-    """All pages of [0, L). Options: ``role, lookahead, shard, page_span, ratio, layers`` (a number), ``fields``."""
-    return _component(Kind.FULL, 0, KV, more)
-
-
-def window(tokens: int, **more: Any) -> Component:
-    """The pages that touch the ``tokens`` tokens before L."""
-    return _component(Kind.WINDOW, tokens, KV, more)
-
-
-def chunked(tokens: int, **more: Any) -> Component:
-    """The pages of the chunk of ``tokens`` tokens that L is in."""
-    return _component(Kind.CHUNKED, tokens, KV, more)
-
-
-def state(every: int = 0, **more: Any) -> Component:
-    """A snapshot made at exactly L; the engine makes one every ``every`` tokens."""
-    return _component(Kind.STATE, every, STATE, more)
 
 
 def _lane(record: Record) -> str:
@@ -112,47 +71,6 @@ class Served:
     l2: int
     l3: int
     computed: int
-
-
-@dataclass
-class ContentEngine:
-    """Stands in for a model on one rank: fills pages with bytes that name their own identity."""
-
-    rank: int
-    spec: CacheSpec
-    pools: Mapping[str, Pool]
-    prompts: Mapping[str, Tokens]
-
-    def content(self, component: Component, tokens: Tokens, end: int) -> bytes:
-        """Bytes of the page (snapshot) that ends with token ``end``: a function of component, rank and all tokens up to there."""
-        rank = 0 if component.shard is Shard.REPLICATED else self.rank
-        name = f"{component.name}/{rank}/".encode() + np.ascontiguousarray(tokens[:end], dtype="<i4").tobytes()
-        return hashlib.shake_128(name).digest(component.page_bytes(self.spec.page_size))
-
-    def write(self, component: Component, slot: int, content: bytes) -> None:
-        """Canonical bytes into a device slot of any layout."""
-        pool, at = self.pools[component.name], 0
-        for f in component.fields:
-            rows = pool.rows(f.name)[slot]
-            size = rows.numel()
-            raw = np.frombuffer(content, dtype=np.uint8, count=size, offset=at)
-            rows.numpy()[...] = raw.reshape(tuple(rows.shape))
-            at += size
-
-    def run(self, record: Compute) -> Outcome:
-        tokens = self.prompts[record.rid]
-        for c in self.spec.components:
-            if c.is_state:
-                for n, slot in record.snapshots.get(c.name, ()):
-                    self.write(c, slot, self.content(c, tokens, n))
-                continue
-            span = self.spec.page_size * c.page_span
-            for page in range(record.start // span, record.end // span):
-                self.write(c, int(record.tables[c.name][page]), self.content(c, tokens, (page + 1) * span))
-        first = record.start + len(record.feed)
-        output = tuple(int(t) for t in tokens[first : first + record.steps])
-        output += (0,) * (record.steps - len(output))
-        return Outcome(output=output, logprobs=(0.0,) * len(output))
 
 
 @dataclass
@@ -395,9 +313,7 @@ class Stack:
         keys = page_keys(self.ns, tokens)
         used = self._used(tokens, pool)
         slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find([keys[i] for i in used]))
-        device = self._engines[rank].pools[pool]
-        rows = [device.rows(f.name) for f in self.spec[pool].fields]
-        return b"".join(row[int(s)].contiguous().numpy().tobytes() for s in slots for row in rows)
+        return b"".join(self._engines[rank].read(self.spec[pool], int(slot)) for slot in slots)
 
     def made(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
         """The bytes that a recompute would give in the place of :meth:`read`."""

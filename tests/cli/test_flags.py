@@ -89,7 +89,8 @@ def test_print_config_shows_values_with_their_origins(tmp_path: Path, monkeypatc
     monkeypatch.setenv("HICACHE__STORAGE__SIZE", "1GiB")
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run("serve", "--print-config", "--config", str(file), "--grid", "512")
-    lines = {cells[0].strip(): [c.strip() for c in cells[1:]] for line in out.splitlines() if len(cells := line.strip("│┃ ").split("│")) == 3}
+    rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in out.splitlines()]
+    lines = {row[0]: row[1:] for row in rows if len(row) == 3}
     assert code == 0
     assert lines["cache.page_size"] == ["32", f"file {file}"]
     assert lines["storage.size"] == ["1GiB", "env HICACHE__STORAGE__SIZE"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 PROMPT, GRID = 1025, 256
+MARK = "HICACHE_TEST_RUN"
 
 
 def free_port() -> int:
@@ -25,21 +27,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def started_by(run: str) -> list[list[str]]:
+    """Living processes that were started, at whatever depth, by the run of that name: they inherit its environment."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == run and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.info["cmdline"])
+    return found
+
+
 @pytest.fixture
 def store() -> Iterator[str]:
     """A store name of this test; afterwards nothing of that name, and no process of the run, is left."""
     name = f"probe-{os.getpid()}"
-    before = {p.pid for p in psutil.process_iter()}
     yield name
-    mine = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before and "hicache" in " ".join(p.info["cmdline"] or ())]
-    assert [p.info["cmdline"] for p in mine] == []
+    assert started_by(name) == []
     assert [x for folder in ("/dev/shm", "/tmp") for x in os.listdir(folder) if name in x] == []
 
 
 def probe(store: str, *more: str) -> tuple[int, dict[str, Any], str]:
     command = [sys.executable, "-m", "hicache_ray.cli", "probe", "--model", "qwen3_5", "--size", "tiny", "--prompt-tokens", str(PROMPT)]
     command += ["--storage-name", store, "--storage-size", "64MiB", "--serve-port", str(free_port()), "--admin-port", str(free_port())]
-    done = subprocess.run([*command, "--json", "-", *more], capture_output=True, text=True, timeout=280, check=False)
+    env = {**os.environ, MARK: store}
+    done = subprocess.run([*command, "--json", "-", *more], capture_output=True, text=True, timeout=280, check=False, env=env)
     assert done.stdout, done.stderr[-3000:]
     return done.returncode, json.loads(done.stdout), done.stderr
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hicache_ray.cache import Ended
 from hicache_ray.group import STORE, Envelope
 from hicache_ray.keys import as_tokens, page_keys
 from hicache_ray.records import Outcome, Tokens
 from hicache_ray.spec import Tier
 from hicache_ray.store import KEY_BYTES
+from hicache_ray.story import Ended
 from hicache_ray.testing import Stack
 
 #: What a rank reports in place of the truth.

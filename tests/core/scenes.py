@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hicache_ray.cache import Phase
 from hicache_ray.records import Record
+from hicache_ray.story import Phase
 from hicache_ray.testing import Stack, full, state, window
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, prompt
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ray.cache import Ended, Phase
 from hicache_ray.errors import Busy, CapacityError, ConfigError
+from hicache_ray.group import Envelope
 from hicache_ray.records import Compute
 from hicache_ray.spec import Tier
+from hicache_ray.story import Ended, Phase
 from hicache_ray.testing import Served, Stack, chunked, full, state, window
-from tests.core.drive import Steps, at_rest, ended, prompt
+from tests.core.drive import Steps, at_rest, ended, is_move, prompt
 
 
 def test_the_queue_is_bounded() -> None:
@@ -121,44 +122,85 @@ def test_the_resumed_snapshot_counts_too() -> None:
         Stack(pools={"full": full(), "state": state(64)}, l1=7).put(prompt(1, 384))
 
 
-def test_waiting_for_room_ends() -> None:
-    """A prefetch holds the device; a request that needs the room waits for it, and gives up when its time is over."""
+def full_device() -> tuple[Stack, list[Envelope], list[int]]:
+    """A device whose pages are all on their way to the host, by a copy that does not come to its end."""
     stack = Stack(pools={"full": full()}, l1=8)
-    held, other = prompt(1, 300), prompt(2, 400)
-    stack.put(held)
-    stack.settle()
-    stack.prefetch("hold", held)
-    assert stack.poll("hold").state == "ready"
+    copied = prompt(1, 512)
+    stack.begin(copied, "first")
     steps = Steps(stack)
-    stack.begin(other, "r")
-    steps.run()
+    copy = steps.until(lambda e: is_move(e, Tier.DEVICE, Tier.HOST))
+    assert "first" in stack.served
+    return stack, [copy], copied
+
+
+def test_waiting_for_room_ends() -> None:
+    stack, copies, copied = full_device()
+    stack.begin(prompt(2, 400), "r")
+    Steps(stack).run()
     assert stack._jobs["r"].phase is Phase.LOADING
     assert stack.group.next_deadline() == stack.clock() + 30.0
     stack.settle()
     assert isinstance(stack.errors["r"], CapacityError)
     assert "everything is in use by others; raise cache.device_tokens" in str(stack.errors["r"])
-    stack.begin(other, "r")
-    steps.run()
-    stack.abort("hold")
-    steps.settle()
-    assert stack.served["r"] == Served(0, 0, 0, 400)
+    stack.begin(prompt(2, 400), "again")
+    Steps(stack).run()
+    for envelope in copies:
+        stack.run(envelope)
+    stack.settle()
+    assert stack.served["again"] == Served(0, 0, 0, 400)
+    assert stack.have("l2", "full", copied) == set(range(8))
     at_rest(stack)
 
 
 def test_waiting_for_room_can_be_cancelled_and_others_go_on() -> None:
-    stack = Stack(pools={"full": full()}, l1=8)
-    stack.put(prompt(1, 300))
-    stack.settle()
-    stack.prefetch("hold", prompt(1, 300))
-    steps = Steps(stack)
+    stack, copies, copied = full_device()
     stack.begin(prompt(2, 400), "large")
-    stack.begin(prompt(3, 200), "small")
+    stack.begin(copied[:300], "small")
+    steps = Steps(stack)
     steps.run()
     assert not {"large", "small"} & {e.rid for e in stack.events if isinstance(e, Ended)}
     stack.abort("large")
     steps.run()
-    assert stack.served["small"] == Served(0, 0, 0, 200)
-    stack.abort("hold")
+    assert "small" not in stack.served  # it needs a slot as well
+    for envelope in copies:
+        stack.run(envelope)
+    steps.settle()
+    assert stack.served["small"] == Served(256, 0, 0, 44)
+    at_rest(stack)
+
+
+@pytest.mark.parametrize("waiting", ["request", "prefetch", "held prefetch"])
+def test_who_waits_for_the_device_does_not_keep_it_from_the_one_who_has_it(waiting: str) -> None:
+    """The device is full of pages that those in the queue will resume from, and the first of the queue needs all of it."""
+    stack = Stack(pools={"full": full()}, l1=8)
+    cached = [prompt(seed, 200) for seed in (1, 2)]
+    for tokens in cached:
+        stack.put(tokens)
+        stack.settle()
+    steps = Steps(stack)
+    if waiting == "held prefetch":
+        for i, tokens in enumerate(cached):
+            stack.prefetch(f"w{i}", tokens)
+    stack.begin(prompt(5, 100), "now")
+    steps.run(1)
+    stack.begin(prompt(6, 512), "large")
+    steps.run(1)
+    for i, tokens in enumerate(cached):
+        if waiting == "request":
+            stack.begin(tokens, f"w{i}")
+        elif waiting == "prefetch":
+            stack.prefetch(f"w{i}", tokens)
+            stack.group.proceed(f"w{i}")
+    steps.settle()
+    assert stack.clock() == 0.0  # nobody had to wait for a deadline
+    assert stack.served["large"] == Served(0, 0, 0, 512)
+    for i in range(2):
+        if waiting == "request":
+            served = stack.served[f"w{i}"]
+            assert (served.l1 + served.l2, served.computed) == (192, 8)
+        else:
+            assert waiting == "prefetch" or stack.load(f"w{i}") == 192
+            assert stack.poll(f"w{i}").tokens == 192
     steps.settle()
     at_rest(stack)
 
@@ -193,5 +235,9 @@ def test_bad_settings_are_refused_with_a_sentence() -> None:
         Stack(grid=100)
     with pytest.raises(ConfigError, match="cache.exact needs a grid"):
         Stack(exact=True)
+    with pytest.raises(ConfigError, match="a snapshot every 128 tokens, which is not a multiple of cache.grid 256; choose 256 or 512"):
+        Stack(exact=True, grid=256, pools={"state": state(128)})
+    with pytest.raises(ConfigError, match="a snapshot every 100 tokens, which is not a multiple of cache.page_size 64; choose 64 or 128"):
+        Stack(pools={"state": state(100)})
     with pytest.raises(ConfigError, match="component 'draft' is a draft component; this version serves target components only"):
         Stack(pools={"full": full(), "draft": full(role="draft", lookahead=1)})

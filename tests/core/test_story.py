@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hicache_ray.cache import Ended
 from hicache_ray.errors import Cancelled, EngineError, GroupLost, HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, Record
 from hicache_ray.spec import Tier
+from hicache_ray.story import Ended
 from hicache_ray.testing import Served, _lane
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, prompt
 from tests.core.scenes import CROWDED, DIGESTS, FETCH, PREFETCH, SCENES, A, B, Scene, all_is_well_and_the_next_request_too, go_on
@@ -291,6 +291,22 @@ def test_ranks_that_sample_different_tokens_lose_the_group() -> None:
     steps.stack.group.lose("the ranks have parted")
     steps.stack._collect()
     assert isinstance(steps.stack.errors["r"], GroupLost)
+
+
+@pytest.mark.parametrize("output", [(), (1,), (1,) * 100])
+def test_an_engine_that_samples_too_few_or_too_many_tokens_fails_the_request(output: tuple[int, ...]) -> None:
+    """It would go on for ever, or publish pages under keys of other tokens."""
+    steps = FETCH.started()
+
+    def spoil(envelope: Envelope, outcome: Outcome) -> Outcome:
+        second = isinstance(envelope.record, Compute) and envelope.record.start > 640
+        return replace(outcome, output=output, logprobs=(0.0,) * len(output)) if second else outcome
+
+    steps.run(spoil=spoil)
+    steps.settle()
+    assert isinstance(steps.stack.errors["r"], EngineError)
+    assert f"sampled {len(output)} tokens where" in str(steps.stack.errors["r"])
+    all_is_well_and_the_next_request_too(FETCH, steps.stack)
 
 
 def test_only_known_records_exist() -> None:

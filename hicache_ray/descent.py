@@ -1,0 +1,184 @@
+"""Pages on their way down: room is made, what only the device holds is rescued to the host, the host's pages go to L3.
+
+These are parts of stories (see :mod:`hicache_ray.story`): they yield records like the story that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hicache_ray import backup, evict, lengths, transfer
+from hicache_ray.index import ABSENT
+from hicache_ray.lease import Lease, Place
+from hicache_ray.match import match
+from hicache_ray.policy import Entries
+from hicache_ray.records import Merged, Move
+from hicache_ray.residency import Residency
+from hicache_ray.resume import Part
+from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.spec import Tier
+from hicache_ray.story import Story, Wait
+
+
+class Descent:
+    """Over one :class:`Residency`. ``next_id`` numbers records; ``spawn`` takes a story that nobody waits for."""
+
+    def __init__(self, res: Residency, settings: Settings, next_id: Callable[[], int], spawn: Callable[[str, Story], None]) -> None:
+        self.res = res
+        self.spec = res.spec
+        self.settings = settings
+        self._next_id = next_id
+        self.spawn = spawn
+
+    def backup(self, keys: tuple[bytes, ...]) -> Story:
+        """Under write-through: what the path has in L1 goes to L2. Under every policy: what L2 has of it goes to L3."""
+        if self.settings.write_policy is WritePolicy.WRITE_THROUGH:
+            yield from self._pass_through(keys)
+            # Every length inside the path is of interest here, not only those below the cap of one request.
+            everything = match(self.res, keys, lengths.ones(len(keys) + 1))
+            own = {c.name: self._cached((Tier.HOST, c.name), keys) for c in self.spec.components}
+            yield from self._copy_down(backup.wanted(self.res, everything), keys, own)
+            # What has just arrived is the deep end of a path whose beginning was here before: together they keep their order.
+            for c in self.spec.components:
+                self.res.touch((Tier.HOST, c.name), self._cached((Tier.HOST, c.name), keys))
+        yield from self.persist(keys)
+
+    def _pass_through(self, keys: tuple[bytes, ...]) -> Story:
+        """Of a path longer than the host, all goes through it to L3 first, as much at a time as it can take; without L3 it is refused.
+
+        What the host then keeps is chosen as if the path had come anew.
+        """
+        left = backup.stranded(self.res, keys)
+        own = self._own(keys)
+        if all(len(p.pages) <= backup.room(self.res, p.component, own[p.component]) for p in left):
+            return
+        while left and self.settings.storage:
+            own = self._own(keys)
+            some = [Part(p.component, p.tier, p.pages[: backup.room(self.res, p.component, own[p.component])]) for p in left]
+            yield from self._copy_down(some, keys, own)
+            yield from self.persist(keys)
+            before, left = left, backup.stranded(self.res, keys)
+            if sum(len(p.pages) for p in left) >= sum(len(p.pages) for p in before):
+                break
+        for part in left:
+            self.res.counters[(Tier.HOST, part.component)].refused += len(part.pages)
+        if self.settings.storage:
+            evict.drop(self.res, Tier.HOST, {c.name: self._passed(c.name, keys) for c in self.spec.components})
+
+    def _passed(self, component: str, keys: Sequence[bytes]) -> Entries:
+        """Host pages of a path that L3 has and nobody leases."""
+        place = (Tier.HOST, component)
+        there = self._cached(place, keys)
+        return there[self.res.index.durable(place, there) & self.res.idle(place, there)]
+
+    def room(self, tier: Tier, need: Mapping[str, int]) -> Story:
+        """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room."""
+        tried: set[tuple[str, bytes]] = set()
+        while True:
+            victims = evict.choose(self.res, tier, need)
+            if victims is None:
+                yield Wait.CHANGE
+                continue
+            alone = evict.only_here(self.res, victims, tried) if tier is Tier.DEVICE else {}
+            if not alone:
+                evict.drop(self.res, tier, victims)
+                return
+            # Others may lease the victims while they are copied, so the choice is made anew afterwards.
+            yield from self._rescue(alone, tried)
+
+    def _rescue(self, victims: Mapping[str, Entries], tried: set[tuple[str, bytes]]) -> Story:
+        """Device pages on their way out go to the host, as many as it has room for, and from there to L3.
+
+        ``tried`` gains what need not be rescued any more. Where the host is too small for all at once and L3 takes what it is given, the
+        rest is left for another round.
+        """
+        names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
+        keys = tuple(dict.fromkeys(k for path in names.values() for k in path))
+        where = {k: i for i, k in enumerate(keys)}
+        own = {c.name: self._not_sealed(c.name, keys) for c in self.spec.components}
+        taken, left = [], set()
+        for component, path in names.items():
+            room = backup.room(self.res, component, own[component])
+            take, rest = path[::-1][:room], path[::-1][room:]
+            taken.append(Part(component, Tier.DEVICE, np.asarray([where[k] for k in take], dtype=np.int32)))
+            left |= {(component, self.res.index.key(e)) for e in self._not_sealed(component, rest).tolist()}
+            tried |= {(component, k) for k in path} - left
+        yield from self._copy_down(taken, keys, own)
+        for component, path in names.items():  # they arrive in the order in which they have left
+            self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), path))
+        if not left:
+            self.spawn("persist", self.persist(keys))
+            return
+        yield from self.persist(keys)
+        if not any(len(p.pages) for p in taken) or not self.settings.storage or backup.not_durable(self.res, keys):
+            tried |= left
+            for component, _ in left:
+                self.res.counters[(Tier.HOST, component)].refused += 1
+
+    def _copy_down(self, parts: Sequence[Part], keys: tuple[bytes, ...], own: Mapping[str, Entries]) -> Story:
+        """L1 to L2. The host pages ``own`` (component -> entries) are held meanwhile, so that making room does not take them."""
+        parts = [p for p in parts if len(p.pages)]
+        held = [self._lease((Tier.HOST, c), entries[self._in_host(c, entries)]) for c, entries in own.items()]
+        moved = None
+        try:
+            victims = evict.choose(self.res, Tier.HOST, {p.component: len(p.pages) for p in parts})
+            if not parts or victims is None:
+                for p in parts:
+                    self.res.counters[(Tier.HOST, p.component)].refused += len(p.pages)
+                return
+            evict.drop(self.res, Tier.HOST, victims)
+            moved = transfer.begin(self.res, "backup", Tier.HOST, parts, keys)
+            got = yield Move(self._next_id(), "backup", Tier.DEVICE, Tier.HOST, moved.spans(), self.settings.copy_deadline_s)
+            transfer.arrive(self.res, moved, got.bits)
+            self._count(moved, got, Tier.HOST)
+        finally:
+            if moved is not None:
+                transfer.close(self.res, moved)
+            self.res.leases.release_all(held)
+
+    def persist(self, keys: tuple[bytes, ...]) -> Story:
+        """L2 to L3. The pages are leased now, also where the story that writes them begins later."""
+        parts = backup.not_durable(self.res, keys) if self.settings.storage else ()
+        return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, keys))
+
+    def _write(self, moved: transfer.Transfer) -> Story:
+        if not moved:
+            return
+        try:
+            deadline = self.settings.prefetch_cap_s
+            got = yield Move(self._next_id(), "persist", Tier.HOST, Tier.STORAGE, moved.spans(), deadline)
+            self._count(moved, got, Tier.STORAGE)
+            for leg, bits in zip(moved.legs, got.bits, strict=True):
+                sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1]
+                entries = self.res.index.find(sealed)
+                self.res.index.set_durable((Tier.HOST, leg.component), entries)
+        finally:
+            transfer.close(self.res, moved)
+
+    def _count(self, moved: transfer.Transfer, got: Merged, tier: Tier) -> None:
+        for leg, bits in zip(moved.legs, got.bits, strict=True):
+            counters = self.res.counters[(tier, leg.component)]
+            counters.backups += bits.bit_count()
+            counters.failures += len(leg.keys) - bits.bit_count()
+
+    def _cached(self, place: Place, keys: Sequence[bytes]) -> Entries:
+        entries = self.res.index.find(keys)
+        return entries[self.res.index.slots(place, entries) >= 0]
+
+    def _own(self, keys: Sequence[bytes]) -> Mapping[str, Entries]:
+        """Entries of a path, per component, that L3 is not known to have."""
+        known = [k for k, entry in zip(keys, self.res.index.find(keys).tolist(), strict=True) if entry != ABSENT]
+        return {c.name: self._not_sealed(c.name, known) for c in self.spec.components}
+
+    def _in_host(self, component: str, entries: Entries) -> np.ndarray:
+        return self.res.index.slots((Tier.HOST, component), entries) >= 0
+
+    def _not_sealed(self, component: str, keys: Sequence[bytes]) -> Entries:
+        """Entries of the keys, which all exist, whose object L3 is not known to have."""
+        entries = self.res.index.find(keys)
+        return entries[~self.res.index.durable((Tier.HOST, component), entries)]
+
+    def _lease(self, place: Place, entries: Entries) -> Lease:
+        return self.res.leases.take("backup", place, self.res.slots(place, entries))

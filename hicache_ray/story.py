@@ -1,0 +1,108 @@
+"""What a story is made of: what it waits for, what it is asked, what it tells.
+
+A story is a generator. It yields a record (or a :class:`Wait`) and is resumed with what all ranks reported (:class:`Merged`); whoever
+drives it (:class:`hicache_ray.group.Group`) performs nothing itself either. A story can be cancelled wherever it waits: it sees
+:class:`~hicache_ray.errors.Cancelled` at that point, after the record in flight has completed, and gives back what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from hicache_ray.keys import Namespace
+from hicache_ray.lease import Lease
+from hicache_ray.records import Merged, Record, Tokens
+from hicache_ray.resume import Limit
+
+
+class Wait(Enum):
+    """What a story may wait for beside a record."""
+
+    ENGINE = "its turn on the device"
+    CHANGE = "something in flight to complete"
+    QUIET = "all requests and backups to end"
+    HOLD = "its caller"
+
+
+Story: TypeAlias = Generator["Record | Wait", Merged, None]
+#: component -> base page index that the page or snapshot ends with -> digest on each rank
+PageDigests: TypeAlias = Mapping[str, Mapping[int, tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt. ``limit``: the caller's own cap on the resumed length, in tokens. ``digests``: report those of all it uses and makes."""
+
+    rid: str
+    tokens: Tokens
+    namespace: Namespace
+    new_tokens: int = 1
+    limit: int | None = None
+    digests: bool = False
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Event: tokens that a running request has produced."""
+
+    rid: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a request was served. ``device + host + storage + computed`` is the length of the prompt, in tokens.
+
+    ``digests``, where asked for: of all pages and snapshots of the path that are on the device when the request ends. What it resumed from
+    is among them, held since it was restored; they are taken after the last token, so that they delay none.
+    """
+
+    device: int
+    host: int
+    storage: int
+    computed: int
+    limit: Limit
+    digests: PageDigests = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Event: a story is over, well (``report`` of a request) or not."""
+
+    rid: str
+    report: Report | None = None
+    error: Exception | None = None
+
+
+Event: TypeAlias = Sampled | Ended
+
+
+class Phase(str, Enum):
+    """Where a request is, for those who ask."""
+
+    QUEUED = "queued"
+    LOOKUP = "lookup"
+    FETCHING = "fetching"
+    DECLINED = "declined"
+    READY = "ready"
+    LOADING = "loading"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass
+class Job:
+    """A request under way: what the stages have found out, and what it holds."""
+
+    request: Request
+    keys: tuple[bytes, ...]
+    allowed: int
+    phase: Phase = Phase.QUEUED
+    promised: int = 0
+    limit: Limit = Limit.NONE
+    leases: list[Lease] = field(default_factory=list)
+    storage_pages: set[tuple[str, int]] = field(default_factory=set)

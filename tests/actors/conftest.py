@@ -1,0 +1,28 @@
+"""One small tier for all tests of this folder; and the proof that nothing of it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from hicache_ray.actors import cluster
+from hicache_ray.config_sources import load
+from tests.actors.rig import Tier, ray_folders, shared_memory, small
+
+
+@pytest.fixture(scope="session")
+def tier() -> Iterator[Tier]:
+    config = load(flags=small()).config
+    running = cluster.start(config)
+    try:
+        yield Tier(running)
+    finally:
+        processes = psutil.Process().children(recursive=True)
+        folders = ray_folders(processes)
+        running.stop()
+    assert folders
+    assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [f for f in folders if f.exists()] == []
+    assert shared_memory(config.storage.name) == []

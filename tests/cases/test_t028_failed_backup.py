@@ -1,0 +1,42 @@
+"""T028: eviction with a failed backup: write_back, the host full and locked."""
+
+from __future__ import annotations
+
+from hicache_ray.spec import Tier
+from hicache_ray.testing import Stack, full
+
+
+def test_t028_eviction_with_a_failed_backup() -> None:
+    stack = Stack(page=64, pools={"full": full()}, l2=4, write_policy="write_back", settings={"storage": False})
+    locked, prompt = list(range(1, 258)), list(range(1000, 1129))
+    stack.put(locked)
+    stack.evict_l1(64)
+    stack.prefetch("lock", locked)
+    assert stack.poll("lock").tokens == 256
+    stack.put(prompt)
+    stack.settle()
+    assert stack.have("l1", "full", prompt) == {0, 1}
+
+    stack.evict_l1(64)
+    assert stack.have("l1", "full", prompt) == set()  # dropped, and nobody says otherwise
+    assert stack.have("l2", "full", prompt) == set()
+    assert stack.have("l2", "full", locked) == {0, 1, 2, 3}
+    assert stack.probe(prompt).reusable == 0
+    assert stack.res.counters[(Tier.HOST, "full")].refused == 2
+    assert stack.load("lock") == 256
+    assert stack.read(locked, "full") == stack.made(locked, "full")
+    stack.audit()
+
+
+def test_t028_a_copy_that_fails_is_not_on_the_host() -> None:
+    stack = Stack(page=64, pools={"full": full()}, write_policy="write_back", settings={"storage": False})
+    prompt = list(range(1, 258))
+    stack.put(prompt)
+    stack.fail_copy("l1", "l2", "full", 0)
+    stack.evict_l1(64)
+    assert stack.have("l1", "full", prompt) == set()
+    assert len(stack.have("l2", "full", prompt)) == 3
+    assert stack.res.counters[(Tier.HOST, "full")].failures == 1
+    stack.put(prompt)
+    assert stack.read(prompt, "full") == stack.made(prompt, "full")
+    stack.audit()
