@@ -20,7 +20,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "cache": ("cache", "descent"),
     "group": ("group",),
     "tools": (
-        *("ask", "copies", "copies_cpu", "digest", "executor", "probe_result", "testing", "testing_parts"),
+        *("ask", "copies", "copies_cpu", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
