@@ -26,7 +26,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
 }
 #: Layers that are a folder: everything in it belongs to them.
-FOLDERS = ("storage", "integrations", "actors")
+FOLDERS = ("storage", "integrations", "verify", "actors")
 
 #: The layers that decide and perform nothing.
 CORE = ("vocabulary", "structures", "stages", "cache", "group")
@@ -41,8 +41,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "storage": ("vocabulary", "storage"),
     "tools": (*CORE, "tools", "storage"),
     "integrations": (*CORE, "tools", "integrations"),
+    "verify": (*CORE, "tools", "storage", "integrations", "verify"),
     "actors": (*CORE, "tools", "storage", "integrations", "actors", "package"),
-    "cli": (*CORE, "tools", "storage", "integrations", "actors", "cli", "package"),
+    "cli": (*CORE, "tools", "storage", "integrations", "verify", "actors", "cli", "package"),
     "examples": (*CORE, "tools", "storage", "integrations", "actors", "examples", "package"),
 }
 
