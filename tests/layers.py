@@ -23,7 +23,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("ask", "copies", "copies_cpu", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
-    "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
+    "cli": ("cli", "cli_admin", "cli_flags", "cli_tables", "cli_verify"),
 }
 #: Layers that are a folder: everything in it belongs to them.
 FOLDERS = ("storage", "integrations", "verify", "actors")

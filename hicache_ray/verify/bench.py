@@ -91,25 +91,32 @@ class Bench:
         return outcome
 
     def cold(self, tokens: Tokens, new: int, grid: int) -> Outcome:
-        """A run without the tier: no pages but its own, in order. Raises nothing; see ``error``."""
-        end = len(tokens) + new - 1
-        span = {c.name: self.spec.page_size * c.page_span for c in self.spec.components}
-        tables = {c.name: slots_array(range(-(-end // span[c.name]))) for c in self.spec.components if not c.is_state}
+        """A run without the tier: no pages but its own, in order. A failure is in its ``error``."""
+        return self.engine.run(self._alone(0, tokens, new, grid))
+
+    def stop_and_go(self, tokens: Tokens, prompt: int, stop: int, new: int, grid: int) -> Outcome:
+        """Without the tier as well: decode from ``prompt`` to ``stop`` cached tokens, then take the rest of ``tokens`` as a prompt."""
+        first = self.cold(tokens[:prompt], stop - prompt + 1, grid)
+        return first if first.error else self.engine.run(self._alone(stop, tokens[stop:], new, grid))
+
+    def _alone(self, start: int, feed: Tokens, steps: int, grid: int) -> Compute:
+        pages = {c.name: -(-(start + len(feed) + steps - 1) // (self.spec.page_size * c.page_span)) for c in self.spec.components}
+        tables = {c.name: slots_array(range(pages[c.name])) for c in self.spec.components if not c.is_state}
         live = {c.name: 0 for c in self.spec.components if c.is_state}
-        return self.engine.run(Compute(0, "cold", 0, tokens, new, grid, tables, live))
+        return Compute(0, "alone", start, feed, steps, grid, tables, live, dict.fromkeys(live, -1))
 
     # -- what a record reads and makes --------------------------------------------------------------------------------------------------
 
     def _reads(self, record: Compute) -> dict[Spot, int]:
         """Spot -> slot, of all that a resume at the record's start needs by the one rule."""
-        out = {}
+        out: dict[Spot, int] = {}
         for c in self.spec.components:
             for i in lengths.needed(c, record.start // self.spec.page_size, self.spec.page_size):
                 out[c.name, i] = record.resume[c.name] if c.is_state else int(record.tables[c.name][self._own(c, i)])
         return out
 
     def _makes(self, record: Compute) -> dict[Spot, int]:
-        out = {}
+        out: dict[Spot, int] = {}
         for c in self.spec.components:
             if c.is_state:
                 out |= {(c.name, n // self.spec.page_size - 1): slot for n, slot in record.snapshots.get(c.name, ())}

@@ -26,7 +26,7 @@ GROUPS, BRANCHES, TURNS, PREFIX = 3, 3, 2, 512
 #: Requests under way at once, at most; one in so many steps submits another.
 AT_ONCE, PACE = 4, 6
 #: Fewer lengths and tiers would show that the run proved little.
-LEAST_LENGTHS, LEAST_TIERS = 4, 2
+LEAST_LENGTHS, LEAST_TIERS = 3, 2
 
 
 @dataclass
@@ -44,17 +44,20 @@ class Branching:
         self.subject = subject
         self.rng = np.random.default_rng([subject.seed, 5])
         grid = subject.sizes.grid
-        self.grown = (max(1, grid // 4), 4 * grid)  # tokens by which a turn grows
-        longest = PREFIX + TURNS * (self.grown[1] + subject.sizes.new)
+        self.shared = 3 * grid  # tokens beyond the prefix that branches may share, at most
+        self.grown = (max(1, grid // 4), 2 * grid)  # tokens by which a turn grows
+        longest = PREFIX + self.shared + TURNS * (self.grown[1] + subject.sizes.new)
         self.need = room(subject.spec, subject.settings(), longest, subject.sizes.new)
         self.lengths: Counter[int] = Counter()
         self.tiers: Counter[str] = Counter()
 
     def run(self) -> Check:
         """Both halves: the conversations through the tier, then each prompt alone."""
-        subject, small = self.subject, {name: n + max(1, n // 8) for name, n in self.need.items()}
-        setup = Setup(subject.settings("write_back"), "page_head", "auto", small, subject.recipe())
-        with Replica(Bench(subject.loaded, small), setup, subject.store) as replica:
+        subject = self.subject
+        device = {name: n + max(1, n // 8) for name, n in self.need.items()}
+        host = {name: max(1, n * 7 // 8) for name, n in self.need.items()}
+        setup = Setup(subject.settings("write_back"), "page_head", "auto", host, subject.recipe())
+        with Replica(Bench(subject.loaded, device), setup, subject.store) as replica:
             branches = list(self._branches())
             answers = self._converse(replica, branches)
             problems = list(self._bytes(replica))
@@ -65,14 +68,18 @@ class Branching:
                 problems += [f"request {rid} of {len(prompt)} tokens: {p}" for p in same_answer(answers[rid], want, "its cold run")]
         problems += self._proved()
         subject.store.clear(60.0)
-        note = f"{len(answers)} requests, hits of {len(self.lengths)} lengths: " + ", ".join(f"{t} {n:,}" for t, n in self.tiers.items())
+        note = f"{len(answers)} requests, hits of {len(self.lengths)} lengths: " + ", ".join(
+            f"{t} {n:,}" for t, n in sorted(self.tiers.items())
+        )
         return Check(subject.name, "branching", Verdict.FAILED if problems else Verdict.PASSED, note + " tokens", tuple(problems))
 
     def _branches(self) -> Iterator[Branch]:
+        """All branches of a group share its prefix, and then more or less of what follows it."""
         for group in range(GROUPS):
-            prefix = self.subject.tokens(PREFIX, 6, group)
+            trunk = self.subject.tokens(PREFIX + self.shared, 6, group)
             for branch in range(BRANCHES):
-                yield Branch(f"{group}.{branch}", np.concatenate([prefix, self._growth()]))
+                diverge = PREFIX + self._chance(self.shared + 1)
+                yield Branch(f"{group}.{branch}", np.concatenate([trunk[:diverge], self._growth()]))
 
     def _growth(self) -> Tokens:
         return self.subject.tokens(int(self.rng.integers(*self.grown, endpoint=True)), 7, int(self.rng.integers(1 << 31)))

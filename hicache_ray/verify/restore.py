@@ -120,5 +120,3 @@ class Restore:
 
 def _counts(tokens: dict[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in tokens.items() if n)
-
-

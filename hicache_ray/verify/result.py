@@ -50,13 +50,15 @@ class Check:
 
 @dataclass
 class Result:
-    """All checks of a run. ``not_run``: choices that this machine cannot make, with the reason; none of them has a check."""
+    """All checks of a run. ``not_run``: choices that this machine cannot make, with the reason; none of them has a check. ``left_out``:
+    cells that could run and did not, because every pair of their choices occurs in another."""
 
     page_size: int
     grid: int
     dtype: str
     checks: list[Check] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
+    left_out: list[Cell] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -68,6 +70,11 @@ class Result:
 
     def counts(self, model: str, name: str) -> Mapping[Verdict, int]:
         return Counter(c.verdict for c in self.of(model, name))
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Those that ran."""
+        return tuple(dict.fromkeys(c.cell for c in self.checks if c.cell is not None))
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hicache_ray.errors import ConfigError, HiCacheError
@@ -17,12 +18,12 @@ from hicache_ray.spec import CacheSpec
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
 from hicache_ray.store import Store
 from hicache_ray.verify.branching import Branching
-from hicache_ray.verify.choices import Choices, choices
+from hicache_ray.verify.choices import choices
 from hicache_ray.verify.numbers import chunked, inexact
 from hicache_ray.verify.replica import Interference
 from hicache_ray.verify.restore import Restore, nothing
-from hicache_ray.verify.result import Check, Result, Verdict
-from hicache_ray.verify.subject import Sizes, Subject, load
+from hicache_ray.verify.result import CHECKS, Cell, Check, Result, Verdict
+from hicache_ray.verify.subject import TOLERANCE, Sizes, Subject, load, require
 
 #: Tokens and snapshots of all conversations of the branching run, roughly; storage is to hold them.
 STORED_TOKENS, STORED_SNAPSHOTS, LEAST_BYTES = 12_000, 300, 64 << 20
@@ -40,37 +41,45 @@ class Options:
     grid: int = 64
     dtype: str = "float32"
     seed: int = 0
+    threads: int = 1
     directory: str = "/dev/shm"
     interfere: Interference = nothing
-    checks: Sequence[str] = ("restore", "chunked", "branching", "inexact")
+    checks: Sequence[str] = tuple(CHECKS)
 
 
 def run(options: Options, progress: Callable[[str], None] = lambda text: None) -> Result:
     """Raises :class:`ConfigError` for what cannot be run at all; what a check finds is in the result."""
     begun = time.monotonic()
-    settle_process()
+    settle_process(options.threads)
+    if options.dtype not in TOLERANCE:
+        raise ConfigError(f'--dtype is "{options.dtype}"; choose one of {", ".join(TOLERANCE)}')
     if options.page < 1 or options.grid < 1 or options.grid % options.page:
         raise ConfigError(f"--grid is {options.grid}; it must be a multiple of --page-size ({options.page})")
     chosen = choices(options.wanted)
+    cells = chosen.product() if options.full else chosen.pairs()
+    sizes = Sizes(options.page, options.grid, options.dtype)
     result = Result(options.page, options.grid, options.dtype, not_run=dict(chosen.not_run))
+    result.left_out = [cell for cell in chosen.product() if cell not in cells]
     models = options.models or tuple(name.removesuffix("_text") for name in FAMILIES)
+    for name in models:
+        require(name)
     for number, name in enumerate(models):
         place = f"{name} ({number + 1} of {len(models)})" if len(models) > 1 else name
         progress(f"{place}: loading")
         with tempfile.TemporaryDirectory(prefix="hicache-verify-") as folder:
-            loaded = load(name, Sizes(options.page, options.grid, options.dtype), Path(folder), options.seed)
+            loaded = load(name, sizes, Path(folder), options.seed)
             with _store(loaded.spec, options.directory) as store:
-                sizes = Sizes(options.page, options.grid, options.dtype)
-                subject = Subject(name, loaded, sizes, store, options.seed)
-                for check in _checks(subject, options, chosen, lambda text, place=place: progress(f"{place}: {text}")):  # type: ignore[misc]
-                    result.checks.append(check)
-        del loaded
+                result.checks += _checks(Subject(name, loaded, sizes, store, options.seed), options, cells, partial(_told, progress, place))
+        del loaded  # before the next one is loaded
     result.seconds = round(time.monotonic() - begun, 1)
     return result
 
 
-def _checks(subject: Subject, options: Options, chosen: Choices, progress: Callable[[str], None]) -> Iterator[Check]:
-    cells = chosen.product() if options.full else chosen.pairs()
+def _told(progress: Callable[[str], None], place: str, text: str) -> None:
+    progress(f"{place}: {text}")
+
+
+def _checks(subject: Subject, options: Options, cells: Sequence[Cell], progress: Callable[[str], None]) -> Iterator[Check]:
     for name in options.checks:
         progress(f"restore, {len(cells)} cells" if name == "restore" else name)
         try:
@@ -97,5 +106,3 @@ def _store(spec: CacheSpec, directory: str) -> Iterator[Store]:
             yield client
         finally:
             client.close()
-
-

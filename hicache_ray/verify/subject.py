@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache_ray.errors import ConfigError, UnsupportedModel
 from hicache_ray.families import FAMILIES, canonical_type
-from hicache_ray.integrations.transformers import Loaded, build, make_weights
+from hicache_ray.integrations.transformers import Loaded, build, make_weights, read_config
 from hicache_ray.keys import Namespace
 from hicache_ray.records import Tokens
 from hicache_ray.settings import Settings, WritePolicy
@@ -77,20 +77,26 @@ class Subject:
         return np.random.default_rng([self.seed, *seed]).integers(3, vocabulary, count).astype(np.int32)
 
 
-def load(name: str, sizes: Sizes, folder: Path, seed: int = 0) -> Loaded:
-    """The model called ``name``: a family, of which a tiny one with random weights is made in ``folder``, or the folder of a saved model.
-
-    Raises :class:`ConfigError` for what is neither, UnsupportedModel for what is refused.
-    """
-    if Path(name).is_dir() and not _is_family(name):
-        return build(name, sizes.page, sizes.dtype)
-    if "/" in name:
+def require(name: str) -> None:
+    """Raises :class:`ConfigError` unless ``name`` is a family, or the folder of a saved model whose family is known; UnsupportedModel with
+    the reason for what is refused."""
+    if is_folder(name):
+        canonical_type(read_config(name).model_type)
+    elif "/" in name:
         raise ConfigError(f'--model is "{name}", and there is no such folder; give the folder of a saved model, or a family')
-    return build(make_weights(name, folder, "tiny", seed, sizes.dtype), sizes.page, sizes.dtype)
+    else:
+        canonical_type(name)
 
 
-def _is_family(name: str) -> bool:
+def load(name: str, sizes: Sizes, folder: Path, seed: int = 0) -> Loaded:
+    """The model called ``name``: of a family a tiny one with random weights is made in ``folder``. Raises as :func:`require`, or build."""
+    path = Path(name) if is_folder(name) else make_weights(name, folder, "tiny", seed, sizes.dtype)
+    return build(path, sizes.page, sizes.dtype)
+
+
+def is_folder(name: str) -> bool:
+    """Whether ``name`` is a folder and not a family; ``./name`` always is."""
     try:
-        return canonical_type(name) in FAMILIES
+        return canonical_type(name) not in FAMILIES
     except UnsupportedModel:
-        return False
+        return Path(name).is_dir()
