@@ -156,6 +156,7 @@ def verify(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the model")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="of weights, prompts and the order of events")] = 0,
+    directory: Annotated[str, typer.Option(help="folder of the storage that is used meanwhile")] = "/dev/shm",
 ) -> None:
     """Prove on this machine that a hit equals a recompute, for a model, in every tier, layout and policy."""
     with _ended_well() as progress:
@@ -168,7 +169,7 @@ def verify(
         page = page_size or (64 if any(os.path.isdir(name) for name in model or ()) else 16)
         axes = {"layout": layout, "io_backend": io_backend, "write_policy": write_policy, "tier": tier}
         wanted = {name: values for name, values in axes.items() if values}
-        options = Options(model or (), full, wanted, page, grid or 4 * page, dtype, seed, threads)
+        options = Options(model or (), full, wanted, page, grid or 4 * page, dtype, seed, threads, directory)
         result = run(options, progress)
     _write(json_to, result.to_json())
     cli_verify.print_verified(result, to_stderr=json_to == "-")

@@ -65,7 +65,7 @@ def models_table(result: Result) -> Table:
                 continue
             failed = [c for c in checks if c.verdict is Verdict.FAILED]
             text = (failed or checks)[0].note
-            verdict = "FAILED" if failed else "passed"
+            verdict = "FAILED" if failed else checks[0].verdict.value
             if name == "restore":
                 text = f"{len(checks) - len(failed)} of {len(checks)} cells; {text}"
             table.add_row(model, name, verdict, text)

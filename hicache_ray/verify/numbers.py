@@ -14,7 +14,7 @@ from hicache_ray.verify.bench import Bench, room
 from hicache_ray.verify.replica import Answer, Interference, Replica, Setup
 from hicache_ray.verify.restore import nothing, same_answer, same_bytes
 from hicache_ray.verify.result import Check, Verdict
-from hicache_ray.verify.subject import Subject
+from hicache_ray.verify.subject import TOLERANCE, Subject
 
 
 def difference(a: Outcome | Answer, b: Outcome | Answer) -> float:
@@ -36,6 +36,8 @@ def _check(subject: Subject, name: str, note: str, problems: list[str]) -> Check
 
 def chunked(subject: Subject) -> Check:
     """The same prompt in chunks of the grid and as one chunk: what a chunk has left must be read by the next one."""
+    if subject.sizes.dtype != "float32":  # several tiny models that ignore their states hide in its rounding
+        return Check(subject.name, "chunked", Verdict.NOT_RUN, f"{subject.sizes.dtype} rounds too much to judge; use --dtype float32")
     count = subject.sizes.prompt(subject.spec)
     bench = Bench(subject.loaded, room(subject.spec, subject.settings(), count, subject.sizes.new))
     tokens = subject.tokens(count, 2)
@@ -44,9 +46,9 @@ def chunked(subject: Subject) -> Check:
         return _check(subject, "chunked", "", [error])
     worst = difference(*outcomes)
     problems = []
-    if not worst < subject.tolerance:
+    if not worst < TOLERANCE:
         problems.append(
-            f"{_told(worst)} between chunks of {subject.sizes.grid} tokens and one chunk, which must agree within {subject.tolerance:g}; "
+            f"{_told(worst)} between chunks of {subject.sizes.grid} tokens and one chunk, which must agree within {TOLERANCE:g}; "
             "the model does not read all that it has cached"
         )
     return _check(subject, "chunked", f"logprobs within {worst:.1e}", problems)
@@ -84,15 +86,23 @@ def inexact(subject: Subject, interfere: Interference = nothing) -> Check:
     own = alone.stop_and_go(grown, first, max(life.start, first), subject.sizes.new, grid)
     problems += same_answer(got, Answer(list(own.output), list(own.logprobs)), "the same run without the tier")
     worst = difference(got, alone.cold(grown, subject.sizes.new, grid))
-    note = f"resumed at {life.start}, decoded from {first} on; logprobs within {worst:.1e}"
-    if why := family_of(subject.spec.model_type).decode:
-        return _check(subject, "inexact", f"{note} of a recompute, as without the tier: {why}", problems)
-    if not worst < subject.tolerance:
+    near = "other tokens sampled than by" if math.isinf(worst) else f"logprobs within {worst:.1e} of"
+    note = f"resumed at {life.start}, decoded from {first} on; {near} a recompute"
+    if why := _not_judged(subject):
+        return _check(subject, "inexact", f"{note}, as without the tier: {why}", problems)
+    if not worst < TOLERANCE:
         problems.append(
-            f"{_told(worst)} between the resume and a recompute, which must agree within {subject.tolerance:g}; where the same run without "
+            f"{_told(worst)} between the resume and a recompute, which must agree within {TOLERANCE:g}; where the same run without "
             "the tier is no closer, decode and prefill of the model differ"
         )
     return _check(subject, "inexact", note, problems)
+
+
+def _not_judged(subject: Subject) -> str:
+    """Why tokens that were decoded need not be close to the same tokens in a prompt; empty where they must."""
+    if subject.sizes.dtype != "float32":
+        return f"{subject.sizes.dtype} rounds too much to judge"
+    return family_of(subject.spec.model_type).decode
 
 
 def _resumed_in_decode(start: int, longest: int, prompt: int) -> Iterator[str]:

@@ -20,6 +20,7 @@ from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.pool import Pool
 from hicache_ray.records import Clear, Compute, Lookup, Move, Record
 from hicache_ray.residency import Residency
+from hicache_ray.selftest import self_test
 from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
@@ -76,9 +77,7 @@ class Replica:
         spec = bench.spec
         self.bench, self.spec, self.setup, self.store = bench, spec, setup, store
         self.host = {c.name: Pool(c, spec.page_size, setup.slots[c.name], setup.layout) for c in spec.components}
-        for pool in self.host.values():
-            pool.buffer.fill_(255)
-        bench.spoil()
+        self.spoil()
         capacity = {(Tier.DEVICE, name): pool.slots for name, pool in bench.pools.items()}
         capacity |= {(Tier.HOST, name): pool.slots for name, pool in self.host.items()}
         self.res = Residency(spec, capacity)
@@ -87,8 +86,8 @@ class Replica:
         self.tags = tags_of(spec, setup.recipe)
         describe(store, spec, setup.recipe, DESCRIBE_S)
         self.mover = Mover(choose(setup.io_backend, "cpu", setup.layout), threads=1)
-        rank = Rank(0, spec, {Tier.DEVICE: bench.pools, Tier.HOST: self.host}, {name: of[0] for name, of in self.tags.items()})
-        self.executor = Executor(rank, self.mover, store, bench.run, _no_time)
+        self.rank = Rank(0, spec, {Tier.DEVICE: bench.pools, Tier.HOST: self.host}, {name: of[0] for name, of in self.tags.items()})
+        self.executor = Executor(self.rank, self.mover, store, bench.run, _no_time)
         self.answers: dict[str, Answer] = {}
         self._lanes: dict[str, deque[Envelope]] = {name: deque() for name in LANES}
         self._done: set[str] = set()
@@ -167,6 +166,17 @@ class Replica:
         self.settle()
         self.bench.spoil()
 
+    def spoil(self) -> None:
+        """All bytes of device and host become 0xFF."""
+        self.bench.spoil()
+        for pool in self.host.values():
+            pool.buffer.fill_(255)
+
+    def self_test(self) -> None:
+        """What a rank does at start. Raises :class:`~hicache_ray.errors.LayoutBroken`."""
+        self_test(self.rank, self.executor.execute, self.store, "verify", DESCRIBE_S)
+        self.spoil()
+
     def flush(self) -> None:
         """Device and host are empty afterwards, and their bytes no numbers."""
         name = self.group.flush([Tier.DEVICE, Tier.HOST])
@@ -174,9 +184,7 @@ class Replica:
         self.settle()
         if name not in self._done:
             raise HiCacheError("a flush did not end")
-        self.bench.spoil()
-        for pool in self.host.values():
-            pool.buffer.fill_(255)
+        self.spoil()
 
 
 def _no_time() -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hicache_ray import lengths
+from hicache_ray.errors import LayoutBroken
 from hicache_ray.layout import ORDERS
 from hicache_ray.story import Request
 from hicache_ray.verify.bench import Bench, Life, room
@@ -73,6 +74,7 @@ class Restore:
     def _cell(self, cell: Cell, world: str) -> Iterator[str]:
         request = self.subject.request("R", self.subject.tokens(self.count, 1), world)
         with self._replica(cell) as writer:
+            yield from _tested(writer)
             cold = writer.put(request)
             made = writer.bench.lives["R"]
             assert cold.report is not None
@@ -89,6 +91,7 @@ class Restore:
                 yield from self._again(writer, request, made, cell)
                 return
         with self._replica(cell, reader=True) as reader:
+            yield from _tested(reader)
             yield from self._again(reader, request, made, cell)
 
     @property
@@ -116,6 +119,14 @@ class Restore:
             if (index + 1) * self.subject.sizes.page <= canonical and made.made.get((component, index)) != digest:
                 yield f"component {component!r}, page {index}: computed anew after the resume, its bytes are others"
         yield from same_answer(got, self.first)
+
+
+def _tested(replica: Replica) -> Iterator[str]:
+    """A mix-up on the way is named by its axis here; what follows could tell only that bytes differ."""
+    try:
+        replica.self_test()
+    except LayoutBroken as error:
+        yield str(error)
 
 
 def _counts(tokens: dict[str, int]) -> str:

@@ -23,7 +23,7 @@ from hicache_ray.verify.numbers import chunked, inexact
 from hicache_ray.verify.replica import Interference
 from hicache_ray.verify.restore import Restore, nothing
 from hicache_ray.verify.result import CHECKS, Cell, Check, Result, Verdict
-from hicache_ray.verify.subject import TOLERANCE, Sizes, Subject, load, require
+from hicache_ray.verify.subject import DTYPES, Sizes, Subject, load, require
 
 #: Tokens and snapshots of all conversations of the branching run, roughly; storage is to hold them.
 STORED_TOKENS, STORED_SNAPSHOTS, LEAST_BYTES = 12_000, 300, 64 << 20
@@ -51,8 +51,10 @@ def run(options: Options, progress: Callable[[str], None] = lambda text: None) -
     """Raises :class:`ConfigError` for what cannot be run at all; what a check finds is in the result."""
     begun = time.monotonic()
     settle_process(options.threads)
-    if options.dtype not in TOLERANCE:
-        raise ConfigError(f'--dtype is "{options.dtype}"; choose one of {", ".join(TOLERANCE)}')
+    if options.dtype not in DTYPES:
+        raise ConfigError(f'--dtype is "{options.dtype}"; choose one of {", ".join(DTYPES)}')
+    if not Path(options.directory).is_dir():
+        raise ConfigError(f'--directory is "{options.directory}", which is not a folder; make it, or choose another')
     if options.page < 1 or options.grid < 1 or options.grid % options.page:
         raise ConfigError(f"--grid is {options.grid}; it must be a multiple of --page-size ({options.page})")
     chosen = choices(options.wanted)

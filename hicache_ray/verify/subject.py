@@ -20,8 +20,9 @@ from hicache_ray.story import Request
 
 #: Storage takes longer on a busy machine than a deployment would wait; what verify asks is not how fast it is.
 STORAGE_S = 60.0
-#: Logprobs of two ways to compute the same may differ by this much.
-TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.25}
+DTYPES = ("float32", "bfloat16")
+#: Logprobs of two ways to compute the same in float32 may differ by this much.
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,6 @@ class Subject:
     @property
     def spec(self) -> CacheSpec:
         return self.loaded.spec
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.sizes.dtype]
 
     def settings(self, policy: str = WritePolicy.WRITE_THROUGH.value, exact: bool = True, track: int | None = None) -> Settings:
         track = track or self.sizes.grid

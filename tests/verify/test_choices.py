@@ -80,6 +80,7 @@ def test_a_result_passes_when_something_ran_and_nothing_failed() -> None:
     (["--model", "."], 'is ".", which holds no config.json; give the folder of a saved model'),
     (["--model", "llama", "--io-backend", "kernel"], '--io-backend is "kernel", which cannot run with'),
     (["--model", "llama", "--grid", "40"], "--grid is 40; it must be a multiple of --page-size (16)"),
+    (["--model", "llama", "--directory", "./nowhere"], '--directory is "./nowhere", which is not a folder'),
     (["--model", "llama", "--dtype", "float8"], '--dtype is "float8"; choose one of float32, bfloat16'),
 ])  # fmt: skip
 def test_bad_input_gets_a_sentence(arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hicache_ray import copies
+from hicache_ray.copies import Backend
 from hicache_ray.families import FAMILIES
 from hicache_ray.integrations.transformers import Loaded
 from hicache_ray.keys import page_keys
+from hicache_ray.layout import ORDERS
 from hicache_ray.pool import Pool
 from hicache_ray.spec import Tier
 from hicache_ray.storage.memory import MemoryStore
@@ -195,6 +199,17 @@ def test_the_reason_for_another_decode_still_holds(subject: Callable[..., Subjec
     check = inexact(replace(it, loaded=Loaded(it.loaded.model, spec)))
     assert len(check.problems) == 1
     assert "between the resume and a recompute" in check.problems[0]
+
+
+def test_copies_that_mix_pages_up_are_named_by_their_axis(subject: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The io backend as a whole is wrong; the self-test of each cell says how."""
+
+    def mixed(source: Any, target: Any, size: Any, loops: Any, stream: bool, begin: int, end: int) -> None:
+        copies.move_with_numpy(np.roll(source, 1), target, size, loops, stream, begin, end)
+
+    monkeypatch.setattr(copies, "BACKENDS", (Backend("direct", "cpu", tuple(ORDERS), lambda: (mixed, "")),))
+    check = restore(subject("llama"), "host", lambda replica, request: None)
+    assert "the way from the device to the host: the axis page is wrong" in check.problems[0]
 
 
 class Flipping(StoreWrapper):

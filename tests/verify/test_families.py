@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_ray.verify.replica import Replica
 from hicache_ray.verify.result import CHECKS, Verdict
 from hicache_ray.verify.run import Options, run
 
@@ -28,4 +29,26 @@ def test_a_family_passes(family: str) -> None:
     inexact = result.of(family, "inexact")[0].note
     states = family in ("deepseek_v4", "mamba2", "falcon_h1", "zamba2")
     assert inexact.startswith(f"resumed at {128 if states else 160}, decoded from 100 on; logprobs within ")
+    assert " of a recompute" in inexact
     assert ("as without the tier: its upstream code limits the time step" in inexact) == (family == "zamba2")
+
+
+def test_bfloat16_is_exact_as_well_and_closeness_is_not_judged() -> None:
+    """Two families of which decode and prefill round to other tokens."""
+    result = run(Options(("qwen3_moe", "mistral"), dtype="bfloat16", checks=("restore", "chunked", "inexact")))
+    assert (result.passed, result.problems) == (True, ())
+    for family in result.models:
+        assert result.of(family, "chunked")[0].verdict is Verdict.NOT_RUN
+        assert result.of(family, "inexact")[0].note.endswith("as without the tier: bfloat16 rounds too much to judge")
+
+
+def test_a_model_that_fails_does_not_end_the_run() -> None:
+    """A prompt that does not fit its own pools, say; here a check that loses its storage."""
+
+    def close(replica: Replica, _: object) -> None:
+        replica.store.close()
+
+    result = run(Options(("llama",), wanted={"layout": ["page_head"], "write_policy": ["write_back"]}, interfere=close))
+    assert not result.passed
+    assert [c.verdict for c in result.of("llama", "chunked")] == [Verdict.PASSED]
+    assert any(p.startswith("llama, restore: StoreClosed: ") for p in result.problems), result.problems
