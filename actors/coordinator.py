@@ -159,10 +159,12 @@ class CoordinatorShell:
         driver, spec = self._running(), self.setup.spec
         prompt = np.asarray(tokens, dtype=np.int32)
         keys = page_keys(self.setup.namespace, prompt)
-        found = match(driver.cache.res, keys, lengths.within(len(prompt) + 1, spec.page_size, driver.cache.settings.step(spec)))
+        settings = driver.cache.settings
+        allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
+        found = match(driver.cache.res, keys, allowed, not settings.exact)
         if self.store is not None:
-            names = tuple(c.name for c in spec.components)
-            told = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
+            record = Lookup(0, "where", found.keys, driver.cache.asked(), 2.0)
+            told = await asyncio.to_thread(ask, self.store, self.tags, record)
             found = found.with_storage(told.found)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
         return {"held": held, "resumable": {t.value: found.longest(t) * spec.page_size for t in ORDER}, "pages": len(found.keys)}
@@ -188,6 +190,7 @@ class CoordinatorShell:
             if (tier, name) in res.pools:
                 pool = res.pools[(tier, name)]
                 row |= {"capacity": pool.capacity, "used": pool.cached, "held": pool.held, "free": pool.free}
+                row["used_other"] = res.others((tier, name))
             row["page_bytes"] = self.setup.spec[name].page_bytes(self.setup.spec.page_size)
             tiers.setdefault(tier.value, {})[name] = row
         return {

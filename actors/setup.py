@@ -13,7 +13,7 @@ from hicache_ray import compute
 from hicache_ray.config import Config
 from hicache_ray.config_sizes import format_size
 from hicache_ray.errors import ConfigError
-from hicache_ray.keys import ANY, Namespace
+from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
@@ -108,8 +108,6 @@ def namespace_of(config: Config, model_id: str) -> Namespace:
 
 def recipe_of(config: Config, engine: Mapping[str, str]) -> Mapping[str, str]:
     """What canonical bytes depend on beside the namespace; ``engine``: what the engine says of itself (build, attention, processor)."""
-    if not config.cache.exact:
-        return ANY
     return {
         "grid": str(config.cache.grid),
         "threads": str(config.model.threads_per_rank),

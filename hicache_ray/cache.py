@@ -9,13 +9,13 @@ import numpy as np
 from hicache_ray import compute, evict, insert, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
 from hicache_ray.errors import CapacityError, EngineError
-from hicache_ray.keys import extend_keys, page_keys
+from hicache_ray.keys import extend_keys, other, page_keys, tagged
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
 from hicache_ray.policy import Entries
 from hicache_ray.records import Clear, Compute, Digest, Lookup, Merged, Move, Record, Slots
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import Limit, Match, Part, Plan
+from hicache_ray.resume import Limit, Match, Part, Path, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
 from hicache_ray.story import Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
@@ -62,7 +62,12 @@ class Cache:
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
-        return match(self.res, job.keys, job.allowed)
+        return match(self.res, job.keys, job.allowed, not self.settings.exact)
+
+    def asked(self) -> tuple[str, ...]:
+        """What a lookup asks for: all components, and of each the kinds of bytes that count."""
+        kinds = (False,) if self.settings.exact else (False, True)
+        return tuple(tagged(c.name, kind) for kind in kinds for c in self.spec.components)
 
     # -- stories ----------------------------------------------------------------------------------------------------------------
 
@@ -120,8 +125,7 @@ class Cache:
         found = self.match(job)
         if self.settings.storage and found.longest(*LOCAL) < found.ceiling:
             job.phase = Phase.LOOKUP
-            names = tuple(c.name for c in self.spec.components)
-            answer = yield Lookup(self._id(), job.request.rid, found.keys, names, self.settings.lookup_deadline_s)
+            answer = yield Lookup(self._id(), job.request.rid, found.keys, self.asked(), self.settings.lookup_deadline_s)
             found = self.match(job).with_storage(answer.found)
             if answer.late or answer.error:
                 job.limit = Limit.LOOKUP
@@ -130,12 +134,12 @@ class Cache:
         threshold = -(-self.settings.prefetch_threshold // self.spec.page_size)
         chosen = plan.choose(found, threshold, lambda p: prefetch.fits(self.res, found, p))
         job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
-        self._hold(job, chosen, (Tier.HOST,))
+        self._hold(job, found, chosen, (Tier.HOST,))
         incoming = chosen.of(Tier.STORAGE)
         if incoming:
             job.phase = Phase.FETCHING
             found = yield from self._read(job, found, chosen, incoming)
-            self._hold(job, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
+            self._hold(job, found, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
         job.promised = found.longest(*LOCAL) * self.spec.page_size
         job.phase = Phase.DECLINED if job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM) and not incoming else Phase.READY
 
@@ -144,14 +148,15 @@ class Cache:
         victims = evict.choose(self.res, Tier.HOST, prefetch.need(chosen))
         if victims is None:
             job.limit = Limit.HOST_ROOM
-            return found.without_storage()
+            return found.only(*LOCAL)
         evict.drop(self.res, Tier.HOST, victims)
-        moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.keys)
+        moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.path)
         try:
             deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
             got = yield Move(self._id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
             # Others have come and gone meanwhile, and room was made: what is local is asked anew.
-            found = prefetch.commit(self.res, self.match(job), moved, got.bits)
+            prefetch.commit(self.res, self.match(job), moved, got.bits)
+            found = self.match(job)
         finally:
             transfer.close(self.res, moved)
         for leg, bits in zip(moved.legs, got.bits, strict=True):
@@ -163,7 +168,7 @@ class Cache:
         found = self.match(job)
         resumed = plan.at(found, found.longest(*LOCAL))
         job.phase = Phase.LOADING
-        self._hold(job, resumed)
+        self._hold(job, found, resumed)
         count, new = len(job.request.tokens), job.request.new_tokens
         shape = compute.Shape.of(resumed.length * self.spec.page_size, count, new)
         need = dict(compute.need(self.spec, self.settings, shape))
@@ -173,15 +178,16 @@ class Cache:
         yield from self.descent.room(Tier.DEVICE, need)
         if not up:
             return resumed
-        moved = transfer.begin(self.res, job.request.rid, Tier.DEVICE, up, found.keys)
+        moved = transfer.begin(self.res, job.request.rid, Tier.DEVICE, up, found.path)
         try:
             got = yield Move(self._id(), job.request.rid, Tier.HOST, Tier.DEVICE, moved.spans(), self.settings.copy_deadline_s)
-            found = load.commit(self.res, found, moved, got.bits)
+            load.commit(self.res, moved, got.bits)
         finally:
             transfer.close(self.res, moved)
-        if found.longest(Tier.DEVICE) < resumed.length:
-            return (yield from self._load_again(job, resumed, found))
-        self._hold(job, plan.at(found, resumed.length))
+        device = self.match(job).only(Tier.DEVICE)
+        if device.longest(Tier.DEVICE) < resumed.length:
+            return (yield from self._load_again(job, resumed, device))
+        self._hold(job, device, plan.at(device, resumed.length))
         return resumed
 
     def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
@@ -190,7 +196,7 @@ class Cache:
         kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}
         resumed = plan.with_sources(plan.at(device, shorter, Limit.LOAD_FAILED), kept)
         job.limit = Limit.LOAD_FAILED
-        self._hold(job, plan.at(device, shorter))
+        self._hold(job, device, plan.at(device, shorter))
         shape = compute.Shape.of(shorter * self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
         yield from self.descent.room(Tier.DEVICE, compute.need(self.spec, self.settings, shape))
         return resumed
@@ -200,7 +206,8 @@ class Cache:
         request, page = job.request, self.spec.page_size
         job.phase = Phase.RUNNING
         shape = compute.Shape.of(resumed.length * page, len(request.tokens), request.new_tokens)
-        run = compute.begin(self.res, self.settings, request.rid, job.keys, shape)
+        path = self.match(job).only(Tier.DEVICE).path
+        run = compute.begin(self.res, self.settings, request.rid, path, shape)
         job.leases.extend(run.own.values())
         tokens, sampled = request.tokens, 0
         resume, chunk = run.resume, compute.chunk(self.spec, self.settings)
@@ -224,16 +231,17 @@ class Cache:
                 break
             steps = compute.decode_steps(shape.prompt, sampled, request.new_tokens, page)
         job.keys = extend_keys(request.namespace, job.keys, tokens[:end])
-        self._insert(job, run, end)
+        self._insert(job, run, path, end)
 
-    def _insert(self, job: Job, run: compute.Run, end: int) -> None:
-        """Publish what the run made, and mark the whole path as just used."""
+    def _insert(self, job: Job, run: compute.Run, path: Path, end: int) -> None:
+        """Publish what the run made, and mark the whole path as just used. ``path``: what it resumed from."""
         for made in compute.made(self.spec, self.settings, run, end):
             lease = run.own[made.component]
             part = Lease(lease.id, lease.holder, lease.place, lease.slots[list(made.positions)])
-            insert.publish(self.res, made.component, [job.keys[i] for i in made.pages], part)
+            names = [job.keys[page] if i < made.canonical else other(job.keys[page]) for i, page in enumerate(made.pages)]
+            insert.publish(self.res, made.component, names, part)
             used = lengths.needed(self.spec[made.component], run.shape.start // self.spec.page_size, self.spec.page_size)
-            insert.touch_path(self.res, made.component, [job.keys[i] for i in sorted({*used, *made.pages})])
+            insert.touch_path(self.res, made.component, [*path.names(made.component, used), *names])
 
     # -- small things -----------------------------------------------------------------------------------------------------------
 
@@ -245,26 +253,14 @@ class Cache:
         self._record += 1
         return self._record
 
-    def _cached(self, place: Place, keys: Sequence[bytes]) -> Entries:
-        entries = self.res.index.find(keys)
-        return entries[self.res.index.slots(place, entries) >= 0]
-
-    def _in_host(self, component: str, entries: Entries) -> np.ndarray:
-        return self.res.index.slots((Tier.HOST, component), entries) >= 0
-
-    def _not_sealed(self, component: str, keys: Sequence[bytes]) -> Entries:
-        """Entries of the keys, which all exist, whose object L3 is not known to have."""
-        entries = self.res.index.find(keys)
-        return entries[~self.res.index.durable((Tier.HOST, component), entries)]
-
     def _lease(self, holder: str, place: Place, entries: Entries) -> Lease:
         return self.res.leases.take(holder, place, self.res.slots(place, entries))
 
-    def _hold(self, job: Job, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
+    def _hold(self, job: Job, found: Match, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
         """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
         for part in chosen.parts:
             if part.tier in tiers:
-                entries = self.res.index.find([job.keys[i] for i in part.pages.tolist()])
+                entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 self.res.touch((part.tier, part.component), entries)
                 job.leases.append(self._lease(job.request.rid, (part.tier, part.component), entries))
 
@@ -284,8 +280,9 @@ class Cache:
             return {}
         pages: dict[str, list[int]] = {}
         slots: dict[str, Slots] = {}
-        entries = self.res.index.find(job.keys)
+        path = match(self.res, job.keys, lengths.ones(len(job.keys) + 1), not self.settings.exact).only(Tier.DEVICE).path
         for c in self.spec.components:
+            entries = self.res.index.find(path.names(c.name))
             at = self.res.index.slots((Tier.DEVICE, c.name), entries)
             pages[c.name] = np.flatnonzero(at >= 0).tolist()
             slots[c.name] = at[at >= 0]

@@ -7,7 +7,7 @@ it will make. All are taken before the first token, so that nothing can run out 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from hicache_ray import lengths
 from hicache_ray.lease import Lease
 from hicache_ray.records import Slots
 from hicache_ray.residency import Residency
+from hicache_ray.resume import Path
 from hicache_ray.settings import Settings
 from hicache_ray.spec import CacheSpec, Component, Tier
 
@@ -67,7 +68,10 @@ def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]
 
 @dataclass(frozen=True)
 class Run:
-    """The slots of a request that runs. ``own``: leases of its own pages, page order (states: snapshots in order, then live)."""
+    """The slots of a request that runs. ``own``: leases of its own pages, page order (states: snapshots in order, then live).
+
+    ``pure``: it resumes on the grid, from canonical bytes only, so that what whole chunks make is canonical as well.
+    """
 
     shape: Shape
     tables: Mapping[str, Slots]
@@ -75,21 +79,24 @@ class Run:
     resume: Mapping[str, int]
     snapshots: Mapping[str, tuple[tuple[int, int], ...]]
     own: Mapping[str, Lease]
+    pure: bool
 
     def snapshots_in(self, start: int, end: int) -> Mapping[str, tuple[tuple[int, int], ...]]:
         """Those made while the cached length goes from ``start`` to ``end``."""
         return {c: tuple((n, s) for n, s in pairs if start < n <= end) for c, pairs in self.snapshots.items()}
 
 
-def begin(res: Residency, settings: Settings, holder: str, keys: Sequence[bytes], shape: Shape) -> Run:
+def begin(res: Residency, settings: Settings, holder: str, path: Path, shape: Shape) -> Run:
     """Take the slots (there is room) and lay out the tables over what the request resumes from, which must be on the device."""
     spec, wanted = res.spec, need(res.spec, settings, shape)
     tables, live, resume, snapshots, own = {}, {}, {}, {}, {}
+    pure = bool(settings.grid) and shape.start % settings.grid == 0
     for c in spec.components:
         place = (Tier.DEVICE, c.name)
         lease = own[c.name] = res.leases.alloc(holder, place, wanted[c.name])
         used = lengths.needed(c, shape.start // spec.page_size, spec.page_size)
-        cached = res.slots(place, res.index.find([keys[i] for i in used]))
+        cached = res.slots(place, res.index.find(path.names(c.name, used)))
+        pure &= not any(path.other.get(c.name, 0) >> i & 1 for i in used)
         if c.is_state:
             made = snapshot_lengths(c, settings, shape, spec)
             snapshots[c.name] = tuple(zip(made, lease.slots[:-1].tolist(), strict=True))
@@ -102,22 +109,27 @@ def begin(res: Residency, settings: Settings, holder: str, keys: Sequence[bytes]
             table[before - len(cached) : before] = cached
             table[before:] = lease.slots
             tables[c.name] = table
-    return Run(shape, tables, live, resume, snapshots, own)
+    return Run(shape, tables, live, resume, snapshots, own, pure)
 
 
 @dataclass(frozen=True)
 class Made:
-    """Pages (snapshots) of one component that may be cached: their base page indices and the positions in the run's own lease."""
+    """Pages (snapshots) of one component that may be cached: their base page indices and the positions in the run's own lease.
+
+    ``canonical``: how many of them, from the first on, have canonical bytes.
+    """
 
     component: str
     pages: tuple[int, ...]
     positions: tuple[int, ...]
+    canonical: int
 
 
 def made(spec: CacheSpec, settings: Settings, run: Run, end: int) -> tuple[Made, ...]:
     """What a run that has come to ``end`` cached tokens may publish. Under ``exact``: only what whole chunks of the grid have made."""
     start, page = run.shape.start, spec.page_size
-    top = min(end, run.shape.prompt // settings.grid * settings.grid) if settings.exact else end
+    pure = min(end, run.shape.prompt // settings.grid * settings.grid) if run.pure else start
+    top = pure if settings.exact else end
     out = []
     for c in spec.components:
         if c.is_state:
@@ -126,7 +138,8 @@ def made(spec: CacheSpec, settings: Settings, run: Run, end: int) -> tuple[Made,
             span = c.page_span
             own_pages = range(start // (page * span), top // (page * span))
             good = [((j + 1) * span - 1, i) for i, j in enumerate(own_pages)]
-        out.append(Made(c.name, tuple(p for p, _ in good), tuple(i for _, i in good)))
+        canonical = sum((p + 1) * page <= pure for p, _ in good)
+        out.append(Made(c.name, tuple(p for p, _ in good), tuple(i for _, i in good), canonical))
     return tuple(out)
 
 

@@ -19,6 +19,10 @@ from hicache_ray.store import KEY_BYTES, TAG_BYTES
 
 #: The recipe of bytes that no particular computation is promised for.
 ANY: Mapping[str, str] = {}
+#: What canonical bytes say of themselves beside what they depend on.
+CANONICAL: dict[str, str] = {"bytes": "canonical"}
+#: Marks the name of an object whose bytes are not canonical, and the component it is of in a table of tags.
+OTHER = b"~"
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,28 @@ def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapp
         "shard": shard,
     }
     return geometry | {f"recipe.{k}": v for k, v in sorted(recipe.items())}
+
+
+def other(key: bytes) -> bytes:
+    """The name, in the index, of the other object under a page key: the one whose bytes are not canonical.
+
+    The two never replace each other.
+    """
+    return key + OTHER
+
+
+def page_of(name: bytes) -> bytes:
+    """The page key of a name."""
+    return name[:KEY_BYTES]
+
+
+def is_other(name: bytes) -> bool:
+    return len(name) > KEY_BYTES
+
+
+def tagged(component: str, other_kind: bool) -> str:
+    """How a component's objects of one kind are called in a table of tags and in the answer to a lookup."""
+    return component + OTHER.decode() if other_kind else component
 
 
 def tag_of(record: Mapping[str, str]) -> bytes:

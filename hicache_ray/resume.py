@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray import lengths
+from hicache_ray.keys import other, tagged
 from hicache_ray.spec import CacheSpec, Tier
 
 #: Nearest first.
@@ -26,16 +27,53 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Path:
+    """Names of a prompt's objects. Under each page key a component may have two: one of canonical bytes and one of others.
+
+    ``other[component]``: bits over base pages, where the one of other bytes is meant. Absent: canonical ones throughout.
+    """
+
+    keys: tuple[bytes, ...]
+    other: Mapping[str, int] = field(default_factory=dict)
+
+    def names(self, component: str, pages: Iterable[int] | None = None) -> list[bytes]:
+        """Names of a component's objects at these base pages, of all without."""
+        bits = self.other.get(component, 0)
+        chosen = range(len(self.keys)) if pages is None else pages
+        if not bits:
+            return list(self.keys) if pages is None else [self.keys[i] for i in chosen]
+        return [other(self.keys[i]) if bits >> i & 1 else self.keys[i] for i in chosen]
+
+
+@dataclass(frozen=True)
 class Match:
     """Availability of a prompt's pages, per tier and component (bits over base pages, see :mod:`hicache_ray.lengths`).
 
     ``allowed``: the set of lengths that the prompt itself, the caller and the grid allow. ``keys``: page keys up to its largest member.
+    ``found``: what each tier has, canonical and other bytes apart (:func:`hicache_ray.keys.tagged`). Where both are to be had, in whatever
+    tier, the canonical one is meant: ``path`` names the objects, ``present`` says where those are.
     """
 
     spec: CacheSpec
     keys: tuple[bytes, ...]
     allowed: int
-    present: Mapping[Tier, Mapping[str, int]]
+    found: Mapping[Tier, Mapping[str, int]]
+    path: Path = field(init=False)
+    present: Mapping[Tier, Mapping[str, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        others: dict[str, int] = {}
+        present: dict[Tier, dict[str, int]] = {tier: {} for tier in self.found}
+        for c in self.spec.components:
+            canonical, either = 0, 0
+            for bits in self.found.values():
+                canonical |= bits.get(c.name, 0)
+                either |= bits.get(tagged(c.name, True), 0)
+            others[c.name] = either & ~canonical
+            for tier, bits in self.found.items():
+                present[tier][c.name] = bits.get(c.name, 0) | (bits.get(tagged(c.name, True), 0) & others[c.name])
+        object.__setattr__(self, "path", Path(self.keys, {name: bits for name, bits in others.items() if bits}))
+        object.__setattr__(self, "present", present)
 
     def lengths(self, *tiers: Tier) -> int:
         """The set of legal resume lengths (in pages) from these tiers together."""
@@ -53,13 +91,14 @@ class Match:
         """No tier can give more than this many pages."""
         return lengths.longest(self.allowed)
 
-    def without_storage(self) -> Match:
-        return replace(self, present={tier: bits for tier, bits in self.present.items() if tier is not Tier.STORAGE})
+    def only(self, *tiers: Tier) -> Match:
+        """What these tiers have, as if there were no others."""
+        return replace(self, found={tier: bits for tier, bits in self.found.items() if tier in tiers})
 
     def with_storage(self, found: Mapping[str, Sequence[int]]) -> Match:
         """The same with what a lookup found: per component one bitset for each rank, of which only what all have counts."""
         storage = {name: lengths.on_all(per_rank) for name, per_rank in found.items()}
-        return replace(self, present={**self.present, Tier.STORAGE: storage})
+        return replace(self, found={**self.found, Tier.STORAGE: storage})
 
 
 class Limit(str, Enum):
