@@ -158,14 +158,16 @@ class CoordinatorShell:
         """
         driver, spec = self._running(), self.setup.spec
         prompt = np.asarray(tokens, dtype=np.int32)
-        keys = page_keys(self.setup.namespace, prompt)
+        path = driver.cache.path(page_keys(self.setup.namespace, prompt), prompt)
         settings = driver.cache.settings
         allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
-        found = match(driver.cache.res, keys, allowed, not settings.exact)
+        found = match(driver.cache.res, path, allowed, not settings.exact)
         if self.store is not None:
-            record = Lookup(0, "where", found.keys, driver.cache.asked(), 2.0)
-            told = await asyncio.to_thread(ask, self.store, self.tags, record)
-            found = found.with_storage(told.found)
+            told: dict[str, tuple[int, ...]] = {}
+            for keys, names in driver.cache.questions(found):
+                answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", keys, names, 2.0))
+                told |= answer.found
+            found = found.with_storage(told)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
         return {"held": held, "resumable": {t.value: found.longest(t) * spec.page_size for t in ORDER}, "pages": len(found.keys)}
 

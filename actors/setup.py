@@ -67,7 +67,7 @@ def check_capacities(config: Config, spec: CacheSpec) -> None:
     """Raise :class:`ConfigError` unless the pools hold the longest request that the configuration accepts."""
     have = capacities(config, spec)
     prompt, new = config.engine.max_prompt_tokens, config.engine.max_new_tokens
-    needed = compute.need(spec, settings_of(config), compute.Shape.of(0, prompt, new))
+    needed = compute.need(spec, settings_of(config), compute.Shape.cold(prompt, new))
     for name, count in needed.items():
         state = spec[name].is_state
         most = count + 1 if state else count  # a resumed request also holds the snapshot that it resumes from

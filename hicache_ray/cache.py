@@ -9,11 +9,11 @@ import numpy as np
 from hicache_ray import compute, evict, insert, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
 from hicache_ray.errors import CapacityError, EngineError
-from hicache_ray.keys import extend_keys, other, page_keys, tagged
+from hicache_ray.keys import extend_keys, look_ahead, other, page_keys, tagged
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
 from hicache_ray.policy import Entries
-from hicache_ray.records import Clear, Compute, Digest, Lookup, Merged, Move, Record, Slots
+from hicache_ray.records import Clear, Compute, Digest, Lookup, Merged, Move, Record, Slots, Tokens
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.resume import Limit, Match, Part, Path, Plan
 from hicache_ray.settings import Settings
@@ -44,7 +44,7 @@ class Cache:
         count = len(request.tokens)
         if count < 1:
             raise CapacityError("a request needs at least one token; input_ids is empty")
-        shape = compute.Shape.of(0, count, request.new_tokens)
+        shape = compute.Shape.cold(count, request.new_tokens)
         for name, slots in compute.need(self.spec, self.settings, shape).items():
             capacity = self.res.capacity[(Tier.DEVICE, name)]
             # A resumed request also holds the snapshot that it resumes from.
@@ -54,7 +54,12 @@ class Cache:
                     f"a request of {count} tokens with {request.new_tokens} new ones needs {most} slots of the device pool {name!r}, which "
                     f"has {capacity}; raise cache.device_tokens (or cache.device_snapshots), or send fewer tokens"
                 )
-        return Job(request, page_keys(request.namespace, request.tokens), self.allowed(count, request.limit))
+        return Job(request, self.path(page_keys(request.namespace, request.tokens), request.tokens), self.allowed(count, request.limit))
+
+    def path(self, keys: tuple[bytes, ...], tokens: Tokens) -> Path:
+        """The names of a prompt's pages: components that look ahead have keys of their own."""
+        ahead = {c.name: look_ahead(keys, tokens, self.spec.page_size, c.lookahead) for c in self.spec.components if c.lookahead}
+        return Path(keys, ahead=ahead)
 
     def allowed(self, count: int, limit: int | None = None) -> int:
         """The set of lengths that a prompt of ``count`` tokens may resume from at all."""
@@ -62,12 +67,15 @@ class Cache:
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
-        return match(self.res, job.keys, job.allowed, not self.settings.exact)
+        return match(self.res, job.path, job.allowed, not self.settings.exact)
 
-    def asked(self) -> tuple[str, ...]:
-        """What a lookup asks for: all components, and of each the kinds of bytes that count."""
+    def questions(self, found: Match) -> list[tuple[tuple[bytes, ...], tuple[str, ...]]]:
+        """What to ask L3 of a prompt: keys, and the components under them, of each the kinds of bytes that count."""
         kinds = (False,) if self.settings.exact else (False, True)
-        return tuple(tagged(c.name, kind) for kind in kinds for c in self.spec.components)
+        named: dict[tuple[bytes, ...], list[str]] = {}
+        for c in self.spec.components:
+            named.setdefault(found.keys_of(c.name), []).extend(tagged(c.name, kind) for kind in kinds)
+        return [(keys, tuple(names)) for keys, names in named.items() if keys]
 
     # -- stories ----------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +91,7 @@ class Cache:
         finally:
             self._release(job)
         self.events.append(Ended(job.request.rid, report))
-        self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.keys))
+        self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.path))
 
     def prefetch(self, job: Job) -> Story:
         """Bring a prompt's pages near before its request runs; hold them until the caller goes on with the load, or gives up."""
@@ -125,11 +133,15 @@ class Cache:
         found = self.match(job)
         if self.settings.storage and found.longest(*LOCAL) < found.ceiling:
             job.phase = Phase.LOOKUP
-            answer = yield Lookup(self._id(), job.request.rid, found.keys, self.asked(), self.settings.lookup_deadline_s)
-            found = self.match(job).with_storage(answer.found)
-            if answer.late or answer.error:
-                job.limit = Limit.LOOKUP
-            else:
+            told: dict[str, tuple[int, ...]] = {}
+            for keys, names in self.questions(found):
+                answer = yield Lookup(self._id(), job.request.rid, keys, names, self.settings.lookup_deadline_s)
+                told |= answer.found
+                if answer.late or answer.error:
+                    job.limit = Limit.LOOKUP
+                    break
+            found = self.match(job).with_storage(told)
+            if job.limit is not Limit.LOOKUP:
                 prefetch.note(self.res, found)
         threshold = -(-self.settings.prefetch_threshold // self.spec.page_size)
         chosen = plan.choose(found, threshold, lambda p: prefetch.fits(self.res, found, p))
@@ -169,9 +181,7 @@ class Cache:
         resumed = plan.at(found, found.longest(*LOCAL))
         job.phase = Phase.LOADING
         self._hold(job, found, resumed)
-        count, new = len(job.request.tokens), job.request.new_tokens
-        shape = compute.Shape.of(resumed.length * self.spec.page_size, count, new)
-        need = dict(compute.need(self.spec, self.settings, shape))
+        need = dict(self._need(job, resumed))
         up = resumed.of(Tier.HOST)
         for part in up:
             need[part.component] += len(part.pages)
@@ -185,27 +195,31 @@ class Cache:
         finally:
             transfer.close(self.res, moved)
         device = self.match(job).only(Tier.DEVICE)
-        if device.longest(Tier.DEVICE) < resumed.length:
+        if device.longest(Tier.DEVICE) < resumed.length or plan.at(device, resumed.length).drafts != resumed.drafts:
             return (yield from self._load_again(job, resumed, device))
         self._hold(job, device, plan.at(device, resumed.length))
         return resumed
 
+    def _need(self, job: Job, resumed: Plan) -> Mapping[str, int]:
+        """Device slots that the rest of a request takes."""
+        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
+        return compute.need(self.spec, self.settings, shape)
+
     def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
         """A copy has failed: go on with what the device alone offers, and make room for what must be computed instead."""
-        shorter = device.longest(Tier.DEVICE)
+        shorter = min(device.longest(Tier.DEVICE), wanted.length)
         kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}
         resumed = plan.with_sources(plan.at(device, shorter, Limit.LOAD_FAILED), kept)
-        job.limit = Limit.LOAD_FAILED
+        job.limit = Limit.LOAD_FAILED if shorter < wanted.length else job.limit
         self._hold(job, device, plan.at(device, shorter))
-        shape = compute.Shape.of(shorter * self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
-        yield from self.descent.room(Tier.DEVICE, compute.need(self.spec, self.settings, shape))
+        yield from self.descent.room(Tier.DEVICE, self._need(job, resumed))
         return resumed
 
     def _compute(self, job: Job, resumed: Plan) -> Story:
         """Prefill and decode; then publish what was made."""
         request, page = job.request, self.spec.page_size
         job.phase = Phase.RUNNING
-        shape = compute.Shape.of(resumed.length * page, len(request.tokens), request.new_tokens)
+        shape = compute.Shape.of(resumed, page, len(request.tokens), request.new_tokens)
         path = self.match(job).only(Tier.DEVICE).path
         run = compute.begin(self.res, self.settings, request.rid, path, shape)
         job.leases.extend(run.own.values())
@@ -216,7 +230,7 @@ class Cache:
             end = len(tokens) + steps - 1
             record = Compute(
                 self._id(), request.rid, start, tokens[start:], steps, chunk, run.tables, run.live, resume,
-                run.snapshots_in(start, end), self.settings.compute_deadline_s,
+                run.snapshots_in(start, end), self.settings.compute_deadline_s, shape.drafts if start == shape.start else {},
             )  # fmt: skip
             got = yield record
             if got.error:
@@ -230,17 +244,21 @@ class Cache:
             if sampled >= request.new_tokens:
                 break
             steps = compute.decode_steps(shape.prompt, sampled, request.new_tokens, page)
-        job.keys = extend_keys(request.namespace, job.keys, tokens[:end])
+        job.path = self.path(extend_keys(request.namespace, job.path.keys, tokens[:end]), tokens)
         self._insert(job, run, path, end)
 
     def _insert(self, job: Job, run: compute.Run, path: Path, end: int) -> None:
         """Publish what the run made, and mark the whole path as just used. ``path``: what it resumed from."""
         for made in compute.made(self.spec, self.settings, run, end):
             lease = run.own[made.component]
-            part = Lease(lease.id, lease.holder, lease.place, lease.slots[list(made.positions)])
-            names = [job.keys[page] if i < made.canonical else other(job.keys[page]) for i, page in enumerate(made.pages)]
+            # A component that looks ahead has no name yet for a page whose next tokens are not known.
+            pages = [page for page in made.pages if page < len(job.path.ahead.get(made.component, job.path.keys))]
+            named = job.path.names(made.component, pages)
+            part = Lease(lease.id, lease.holder, lease.place, lease.slots[list(made.positions[: len(pages)])])
+            names = [name if i < made.canonical else other(name) for i, name in enumerate(named)]
             insert.publish(self.res, made.component, names, part)
-            used = lengths.needed(self.spec[made.component], run.shape.start // self.spec.page_size, self.spec.page_size)
+            component = self.spec[made.component]
+            used = lengths.needed(component, run.shape.begin(component) // self.spec.page_size, self.spec.page_size)
             insert.touch_path(self.res, made.component, [*path.names(made.component, used), *names])
 
     # -- small things -----------------------------------------------------------------------------------------------------------
@@ -276,11 +294,12 @@ class Cache:
 
         Empty where they are not wanted, or where a rank has failed to give them: a request does not fail for that.
         """
-        if not job.request.digests or not job.keys:
+        if not job.request.digests or not job.path.keys:
             return {}
         pages: dict[str, list[int]] = {}
         slots: dict[str, Slots] = {}
-        path = match(self.res, job.keys, lengths.ones(len(job.keys) + 1), not self.settings.exact).only(Tier.DEVICE).path
+        everything = lengths.ones(len(job.path.keys) + 1)
+        path = match(self.res, job.path, everything, not self.settings.exact).only(Tier.DEVICE).path
         for c in self.spec.components:
             entries = self.res.index.find(path.names(c.name))
             at = self.res.index.slots((Tier.DEVICE, c.name), entries)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,22 +16,37 @@ from hicache_ray import lengths
 from hicache_ray.lease import Lease
 from hicache_ray.records import Slots
 from hicache_ray.residency import Residency
-from hicache_ray.resume import Path
+from hicache_ray.resume import Path, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import CacheSpec, Component, Tier
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A request's lengths: resume at ``start``, ``prompt`` tokens given, ``end`` tokens in the cache when it is done."""
+    """A request's lengths: resume at ``start``, ``prompt`` tokens given, ``end`` tokens in the cache when it is done.
+
+    ``drafts``: where draft components resume, which may be earlier; they have to catch up by themselves.
+    """
 
     start: int
     prompt: int
     end: int
+    drafts: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, start: int, prompt: int, new_tokens: int) -> Shape:
-        return cls(start, prompt, prompt + max(new_tokens, 1) - 1)
+    def of(cls, plan: Plan, page_size: int, prompt: int, new_tokens: int) -> Shape:
+        """For a request that resumes by a plan."""
+        drafts = {name: pages * page_size for name, pages in plan.drafts.items()}
+        return cls(plan.length * page_size, prompt, prompt + max(new_tokens, 1) - 1, drafts)
+
+    @classmethod
+    def cold(cls, prompt: int, new_tokens: int) -> Shape:
+        """For a request that resumes from nothing: the most that it can need."""
+        return cls(0, prompt, prompt + max(new_tokens, 1) - 1)
+
+    def begin(self, component: Component) -> int:
+        """Where a component resumes, in tokens."""
+        return self.drafts.get(component.name, self.start)
 
 
 def snapshot_lengths(component: Component, settings: Settings, shape: Shape, spec: CacheSpec) -> tuple[int, ...]:
@@ -62,7 +77,7 @@ def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]
             out[c.name] = 1 + len(snapshot_lengths(c, settings, shape, spec))
         else:
             span = spec.page_size * c.page_span
-            out[c.name] = -(-shape.end // span) - shape.start // span
+            out[c.name] = -(-shape.end // span) - shape.begin(c) // span
     return out
 
 
@@ -94,9 +109,9 @@ def begin(res: Residency, settings: Settings, holder: str, path: Path, shape: Sh
     for c in spec.components:
         place = (Tier.DEVICE, c.name)
         lease = own[c.name] = res.leases.alloc(holder, place, wanted[c.name])
-        used = lengths.needed(c, shape.start // spec.page_size, spec.page_size)
+        used = lengths.needed(c, shape.begin(c) // spec.page_size, spec.page_size)
         cached = res.slots(place, res.index.find(path.names(c.name, used)))
-        pure &= not any(path.other.get(c.name, 0) >> i & 1 for i in used)
+        pure &= c.role == "draft" or not any(path.other.get(c.name, 0) >> i & 1 for i in used)
         if c.is_state:
             made = snapshot_lengths(c, settings, shape, spec)
             snapshots[c.name] = tuple(zip(made, lease.slots[:-1].tolist(), strict=True))
@@ -104,7 +119,7 @@ def begin(res: Residency, settings: Settings, holder: str, path: Path, shape: Sh
             if len(cached):
                 resume[c.name] = int(cached[0])
         else:
-            before = shape.start // (spec.page_size * c.page_span)
+            before = shape.begin(c) // (spec.page_size * c.page_span)
             table = np.full(before + len(lease.slots), -1, dtype=np.int32)
             table[before - len(cached) : before] = cached
             table[before:] = lease.slots
@@ -126,7 +141,10 @@ class Made:
 
 
 def made(spec: CacheSpec, settings: Settings, run: Run, end: int) -> tuple[Made, ...]:
-    """What a run that has come to ``end`` cached tokens may publish. Under ``exact``: only what whole chunks of the grid have made."""
+    """What a run that has come to ``end`` cached tokens may publish. Under ``exact``: only what whole chunks of the grid have made.
+
+    A draft only proposes: its bytes cannot change what is generated, so all of them count as canonical.
+    """
     start, page = run.shape.start, spec.page_size
     pure = min(end, run.shape.prompt // settings.grid * settings.grid) if run.pure else start
     top = pure if settings.exact else end
@@ -135,10 +153,10 @@ def made(spec: CacheSpec, settings: Settings, run: Run, end: int) -> tuple[Made,
         if c.is_state:
             good = [(n // page - 1, i) for i, (n, _) in enumerate(run.snapshots[c.name]) if n <= top and n % page == 0]
         else:
-            span = c.page_span
-            own_pages = range(start // (page * span), top // (page * span))
+            span, last = c.page_span, end if c.role == "draft" else top
+            own_pages = range(run.shape.begin(c) // (page * span), last // (page * span))
             good = [((j + 1) * span - 1, i) for i, j in enumerate(own_pages)]
-        canonical = sum((p + 1) * page <= pure for p, _ in good)
+        canonical = len(good) if c.role == "draft" else sum((p + 1) * page <= pure for p, _ in good)
         out.append(Made(c.name, tuple(p for p, _ in good), tuple(i for _, i in good), canonical))
     return tuple(out)
 

@@ -86,6 +86,14 @@ def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens) -> t
     return tuple(out)
 
 
+def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: int) -> tuple[bytes, ...]:
+    """Keys of pages whose bytes also depend on the next ``count`` tokens (a draft's), as far as those are known."""
+    raw = np.ascontiguousarray(tokens, dtype="<i4")
+    known = max(0, min(len(keys), (len(raw) - count) // page_size))
+    ends = ((i + 1) * page_size for i in range(known))
+    return tuple(_digest(("hicache_ray.ahead.1", key, raw[end : end + count].tobytes())) for key, end in zip(keys, ends, strict=False))
+
+
 def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapping[str, str]) -> dict[str, str]:
     """What a tag stands for, readable: component, geometry, shard, recipe. Equal records make equal tags."""
     shard = "replicated" if component.shard is Shard.REPLICATED else f"heads {rank} of {spec.ranks}"

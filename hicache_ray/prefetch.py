@@ -58,10 +58,11 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
 def note(res: Residency, found: Match) -> None:
     """A lookup has said what L3 holds of a path: objects that it has lost since are written again by the next backup."""
     told = found.found[Tier.STORAGE]
-    for kind in (False, True):
-        entries = res.index.find([other(k) for k in found.keys] if kind else found.keys)
-        for c in res.spec.components:
+    for c in res.spec.components:
+        keys = found.keys_of(c.name)
+        for kind in (False, True):
             if tagged(c.name, kind) in told:
+                entries = res.index.find([other(k) for k in keys] if kind else keys)
                 res.index.set_durable((Tier.HOST, c.name), entries, from_bits(told[tagged(c.name, kind)], len(entries)))
 
 

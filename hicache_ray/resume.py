@@ -31,18 +31,20 @@ class Path:
     """Names of a prompt's objects. Under each page key a component may have two: one of canonical bytes and one of others.
 
     ``other[component]``: bits over base pages, where the one of other bytes is meant. Absent: canonical ones throughout.
+    ``ahead[component]``: its keys where its bytes depend on the tokens after a page as well; they may be fewer.
     """
 
     keys: tuple[bytes, ...]
     other: Mapping[str, int] = field(default_factory=dict)
+    ahead: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
 
     def names(self, component: str, pages: Iterable[int] | None = None) -> list[bytes]:
         """Names of a component's objects at these base pages, of all without."""
-        bits = self.other.get(component, 0)
-        chosen = range(len(self.keys)) if pages is None else pages
+        bits, keys = self.other.get(component, 0), self.ahead.get(component, self.keys)
+        chosen = range(len(keys)) if pages is None else pages
         if not bits:
-            return list(self.keys) if pages is None else [self.keys[i] for i in chosen]
-        return [other(self.keys[i]) if bits >> i & 1 else self.keys[i] for i in chosen]
+            return list(keys) if pages is None else [keys[i] for i in chosen]
+        return [other(keys[i]) if bits >> i & 1 else keys[i] for i in chosen]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Match:
     keys: tuple[bytes, ...]
     allowed: int
     found: Mapping[Tier, Mapping[str, int]]
+    ahead: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
     path: Path = field(init=False)
     present: Mapping[Tier, Mapping[str, int]] = field(init=False)
 
@@ -72,8 +75,11 @@ class Match:
             others[c.name] = either & ~canonical
             for tier, bits in self.found.items():
                 present[tier][c.name] = bits.get(c.name, 0) | (bits.get(tagged(c.name, True), 0) & others[c.name])
-        object.__setattr__(self, "path", Path(self.keys, {name: bits for name, bits in others.items() if bits}))
+        object.__setattr__(self, "path", Path(self.keys, {name: bits for name, bits in others.items() if bits}, self.ahead))
         object.__setattr__(self, "present", present)
+
+    def keys_of(self, component: str) -> tuple[bytes, ...]:
+        return self.ahead.get(component, self.keys)
 
     def lengths(self, *tiers: Tier) -> int:
         """The set of legal resume lengths (in pages) from these tiers together."""
@@ -114,11 +120,15 @@ class Limit(str, Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """Resume at ``length`` base pages; ``parts`` are all pages that needs, each once, from the nearest tier that has it."""
+    """Resume at ``length`` base pages; ``parts`` are all pages that needs, each once, from the nearest tier that has it.
+
+    ``drafts``: how many of those pages each draft component can resume at.
+    """
 
     length: int
     parts: tuple[Part, ...]
     limit: Limit
+    drafts: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, tier: Tier) -> tuple[Part, ...]:
         return tuple(p for p in self.parts if p.tier is tier)

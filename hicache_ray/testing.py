@@ -26,7 +26,7 @@ from hicache_ray.match import match
 from hicache_ray.pool import Pool
 from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record, Tokens
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER, Match
+from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage.memory import MemoryStore
@@ -277,10 +277,12 @@ class Stack:
     def probe(self, tokens: Iterable[int], limit: int | None = None, **more: Any) -> Probe:
         """How far a request could resume. Changes nothing."""
         tokens, ns = as_tokens(list(tokens)), self._namespace(more.get("namespace", {}))
-        found = match(self.res, page_keys(ns, tokens), self.cache.allowed(len(tokens), limit), not self.exact)
+        found = match(self.res, self._path(tokens, ns), self.cache.allowed(len(tokens), limit), not self.exact)
         assert self.store is not None
-        answer = ask(self.store, self.tags, Lookup(0, "probe", found.keys, self.cache.asked()))
-        found = found.with_storage(answer.found)
+        told: dict[str, tuple[int, ...]] = {}
+        for keys, names in self.cache.questions(found):
+            told |= ask(self.store, self.tags, Lookup(0, "probe", keys, names)).found
+        found = found.with_storage(told)
         l1, l2, l3 = (found.longest(t) * self.page for t in ORDER)
         differs: tuple[str, ...] = ()
         if l3 < lengths.longest(found.allowed) * self.page:
@@ -289,7 +291,7 @@ class Stack:
 
     def have(self, tier: str, pool: str, tokens: Iterable[int], rank: int = 0) -> set[int]:
         """Page indices (of states: lengths) of a path that a tier has."""
-        keys = page_keys(self.ns, as_tokens(list(tokens)))
+        keys = self._path(as_tokens(list(tokens))).names(pool)
         if TIERS[tier] is Tier.STORAGE:
             assert self.store is not None
             tags = [self.tags[tagged(pool, kind)][rank] for kind in self._kinds]
@@ -301,7 +303,7 @@ class Stack:
 
     def drop(self, tier: str, pool: str, tokens: Iterable[int], which: Iterable[int], rank: int | None = None) -> None:
         """Remove some pages (lengths) of a path from a tier; from L3 on one rank or on all."""
-        keys = page_keys(self.ns, as_tokens(list(tokens)))
+        keys = self._path(as_tokens(list(tokens))).names(pool)
         chosen = [keys[self._index(pool, w)] for w in which]
         if TIERS[tier] is not Tier.STORAGE:
             for names in self._names(chosen):
@@ -313,6 +315,13 @@ class Stack:
             of = self.tags[tagged(pool, kind)]
             for tag in of if rank is None else (of[rank],):
                 self.store.drop([k + tag for k in chosen], 1.0)
+
+    def draft(self, rid: str, pool: str) -> int:
+        """How many tokens of its cache the draft was told to hold when the request began to compute."""
+        for envelope in self.executed[0]:
+            if isinstance(envelope.record, Compute) and envelope.record.rid == rid:
+                return envelope.record.valid[pool]
+        raise HiCacheError(f"request {rid} has not begun to compute")
 
     def read(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
         """Bytes of what the longest resume from the device would use of a pool, in canonical order."""
@@ -328,10 +337,13 @@ class Stack:
         engine = self._engines[rank]
         return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in self._used(tokens, pool))
 
+    def _path(self, tokens: Tokens, ns: Namespace | None = None) -> Path:
+        return self.cache.path(page_keys(ns or self.ns, tokens), tokens)
+
     def _found(self, tokens: Tokens) -> Match:
         """What the device alone has of a prompt."""
         allowed = self.cache.allowed(len(tokens))
-        return match(self.res, page_keys(self.ns, tokens), allowed, not self.exact).only(Tier.DEVICE)
+        return match(self.res, self._path(tokens), allowed, not self.exact).only(Tier.DEVICE)
 
     def _used(self, tokens: Tokens, pool: str) -> range:
         return lengths.needed(self.spec[pool], self._found(tokens).longest(Tier.DEVICE), self.page)
