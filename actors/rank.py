@@ -65,7 +65,7 @@ class RankShell:
         }
         self.mover = Mover(choose(config.cache.io_backend, "cpu", config.cache.layout))
         self.engine = Engine(loaded.model, loaded.spec, self.pools[Tier.DEVICE])
-        return {"spec": loaded.spec, "engine": fingerprint(), "note": self.mover.note, "pid": os.getpid()}
+        return {"spec": loaded.spec, "engine": fingerprint(loaded.model), "note": self.mover.note, "pid": os.getpid()}
 
     @ray.method(concurrency_group="compute")
     def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> int:

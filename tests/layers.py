@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": (
         *("errors", "config", "config_problems", "config_sizes", "config_sources"),
-        *("spec", "families", "layout", "keys", "records", "settings", "store"),
+        *("spec", "templates", "families", "layout", "keys", "records", "settings", "store"),
     ),
     "structures": ("lengths", "slots", "pool", "index", "lease", "policy", "residency", "resume", "story", "transfer"),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),

@@ -25,8 +25,8 @@ def prompt(count: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(3, 512, count).astype(np.int32)
 
 
-def load(family: str, folder: Path, dtype: str = "float32") -> Loaded:
-    return build(make_weights(family, folder, "tiny", seed=3, dtype=dtype), PAGE, dtype)
+def load(family: str, folder: Path, dtype: str = "float32", **changes: object) -> Loaded:
+    return build(make_weights(family, folder, "tiny", seed=3, dtype=dtype, **changes), PAGE, dtype)
 
 
 def plain(model: PreTrainedModel, tokens: Tokens, steps: int, grid: int = GRID) -> Outcome:
@@ -77,6 +77,10 @@ class Rig:
         for pool in self.pools.values():
             pool.buffer.fill_(255)
 
+    def span(self, name: str) -> int:
+        """Tokens of one page of a component."""
+        return PAGE * self.spec[name].page_span
+
     def table(self, name: str, pages: int, shift: int = 0) -> Slots:
         return slots_array(self.order[name][shift : shift + pages])
 
@@ -87,10 +91,10 @@ class Rig:
         self, tokens: Tokens, steps: int, start: int = 0, snapshots: Iterable[int] = (), shift: int = 0, grid: int = GRID
     ) -> Compute:
         """Feed ``tokens[start:]`` at ``start``. The running state lives in the last slot of the order."""
-        pages = self.spec.pages(len(tokens) + steps - 1)
-        tables = {c.name: self.table(c.name, pages, shift) for c in self.spec.components if not c.is_state}
+        end = len(tokens) + steps - 1
+        tables = {c.name: self.table(c.name, -(-end // self.span(c.name)), shift) for c in self.spec.components if not c.is_state}
         for name, table in tables.items():
-            table[: self.spec[name].lo(start) // PAGE] = -1
+            table[: self.spec[name].lo(start) // self.span(name)] = -1
             table.flags.writeable = False  # as arrays are that come from another process
         states = [c.name for c in self.spec.components if c.is_state]
         live = {name: int(self.order[name][-1]) for name in states}
@@ -103,9 +107,9 @@ class Rig:
         assert outcome.error == "", outcome.error
         digests = {}
         for name, table in record.tables.items():
-            pages = [p for p in range(record.end // PAGE) if table[p] >= 0]
+            pages = [p for p in range(record.end // self.span(name)) if table[p] >= 0]
             found = digest_pages(self.pools[name], table[pages])
-            digests.update({(name, (p + 1) * PAGE): d for p, d in zip(pages, found, strict=True)})
+            digests.update({(name, (p + 1) * self.span(name)): d for p, d in zip(pages, found, strict=True)})
         for name, made in record.snapshots.items():
             found = digest_pages(self.pools[name], [slot for _, slot in made])
             digests.update({(name, n): d for (n, _), d in zip(made, found, strict=True)})
@@ -118,7 +122,7 @@ class Rig:
             if c.is_state:
                 source, target = [self.snapshot_slot(name, start)], [self.snapshot_slot(name, start, ELSEWHERE)]
             else:
-                first, stop = c.lo(start) // PAGE, start // PAGE
+                first, stop = c.lo(start) // self.span(name), start // self.span(name)
                 source = cold.tables[name][first:stop].tolist()
                 target = self.table(name, stop, ELSEWHERE)[first:].tolist()
             rows = [pool.rows(f.name) for f in c.fields]

@@ -138,8 +138,8 @@ def test_a_folder_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     """None of these folders holds a weight."""
     with pytest.raises(ConfigError, match="holds no config"):
         build(tmp_path, PAGE)
-    AutoConfig.for_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match='"llama" is not known'):
+    AutoConfig.for_model("olmo2").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match='"olmo2" is not known'):
         build(tmp_path, PAGE)
     AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="depends on the tokens that follow"):

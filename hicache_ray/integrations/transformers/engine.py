@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from hicache_ray.errors import ConfigError, EngineError, GroupLost
-from hicache_ray.integrations.transformers.layers import PagedCache, PagedLayer, StateLayer, Table
+from hicache_ray.integrations.transformers.assemble import PoolCache
 from hicache_ray.pool import Pool
 from hicache_ray.records import Compute, Outcome
 from hicache_ray.spec import CacheSpec, Component, Kind
@@ -46,22 +45,10 @@ class Engine:
         for c in spec.components:
             if c.name not in self.pools or self.pools[c.name].component != c:
                 raise ConfigError(f"component {c.name!r} of the cache spec needs a device pool made for it; pass one under this name")
-        self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-        self.tables = {c.name: Table(c, spec.page_size, self.pools[c.name].buffer.device) for c in spec.components if not c.is_state}
-        self.states: dict[str, tuple[StateLayer, ...]] = {}
-        self.cache = PagedCache(layers=self._layers())
-
-    def _layers(self) -> list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer]:
-        """One cache layer per model layer, in the model's order."""
-        layers: dict[int, CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = {}
-        for c in self.spec.components:
-            pool = self.pools[c.name]
-            if c.is_state:
-                self.states[c.name] = tuple(StateLayer(pool, i) for i in range(len(c.layers)))
-                layers.update(zip(c.layers, self.states[c.name], strict=True))
-            else:
-                layers.update({layer: PagedLayer(self.tables[c.name], pool, i) for i, layer in enumerate(c.layers)})
-        return [layers[i] for i in sorted(layers)]
+        config = model.config.get_text_config(decoder=True)
+        self.vocabulary = int(config.vocab_size)
+        self.cache = PoolCache(spec, self.pools, int(config.num_hidden_layers))
+        self.tables = self.cache.tables
 
     def run(self, record: Compute) -> Outcome:
         """Execute a record. A failure of this request is an outcome with an error sentence; the engine stays usable.
@@ -101,6 +88,9 @@ class Engine:
             if len(output) < record.steps:
                 logits = self._forward(torch.tensor([[token]], device=self.model.device), length)
                 self._snapshot(record, length + 1)
+        for name, layers in self.cache.states.items():
+            for layer in layers:
+                layer.save(record.live[name])
         self.ran = Ran(tuple(prefill), record.steps - 1)
         return Outcome(output=tuple(output), logprobs=tuple(logprobs))
 
@@ -118,12 +108,10 @@ class Engine:
         """Tables and running states of a new request."""
         for name, table in self.tables.items():
             table.begin(record.tables[name])
-        for name, layers in self.states.items():
-            live, snapshot = record.live[name], record.resume.get(name, -1)
-            if record.start and snapshot >= 0:
-                self._copy_slot(name, snapshot, live)
+        for name, layers in self.cache.states.items():
+            snapshot = record.resume.get(name, -1)
             for layer in layers:
-                layer.bind(live, fresh=record.start == 0)
+                layer.load(snapshot if snapshot >= 0 else record.live[name], record.start)
         if record.start:
             self._snapshot(record, record.start)
 
@@ -132,13 +120,8 @@ class Engine:
         for name, wanted in record.snapshots.items():
             for at, slot in wanted:
                 if at == length:
-                    self._copy_slot(name, record.live[name], slot)
-
-    def _copy_slot(self, name: str, source: int, target: int) -> None:
-        if source != target:
-            for f in self.spec[name].fields:
-                rows = self.pools[name].rows(f.name)
-                rows[target].copy_(rows[source])
+                    for layer in self.cache.states[name]:
+                        layer.save(slot)
 
     def _accept(self, record: Compute) -> None:
         """:class:`EngineError` when the record cannot be executed to its end. Nothing has been computed or written yet."""
@@ -166,8 +149,8 @@ class Engine:
         slots = record.tables[name]
         self._accept_slots(record, name, slots[slots != -1].tolist())
         table.begin(slots)
-        if len(slots) * table.page < record.end:
-            table.need(len(slots) * table.page, record.end, record.end)
+        if len(slots) * table.tokens < record.end:
+            table.need(len(slots) * table.tokens, record.end, record.end)
         if component.kind is Kind.FULL:
             table.need(0, record.end, record.end)
             return

@@ -6,16 +6,14 @@ import platform
 from importlib.metadata import version
 
 import torch
-
-#: The attention implementation that models are loaded with.
-ATTENTION = "sdpa"
+from transformers import PreTrainedModel
 
 
-def fingerprint() -> dict[str, str]:
+def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Readable fields that become part of the recipe of canonical bytes."""
     return {
         "engine": "transformers",
-        "attention": ATTENTION,
+        "attention": str(model.config._attn_implementation),
         "build": f"torch {torch.__version__}, transformers {version('transformers')}",
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
     }

@@ -6,44 +6,19 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hicache_ray.errors import ConfigError
-from hicache_ray.families import canonical_type, spec_from_config
+from hicache_ray.families import canonical_type, family_of, spec_from_config
 from hicache_ray.integrations.transformers import tp
+from hicache_ray.integrations.transformers.cover import check_covered
+from hicache_ray.integrations.transformers.sizes import COMMON, SIZES
 from hicache_ray.spec import CacheSpec
-
-# Untied: with random weights a model whose head is its embedding repeats the last token for ever.
-_COMMON = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
-_TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-_DEMO = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64}
-_WINDOWS = {"num_hidden_layers": 6, "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2}
-_GDN = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-}
-
-#: (model type, size) -> configuration. The demo size of qwen3_5_text has few, wide layers: a step waits for two collectives per layer.
-SIZES: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
-    {
-        ("qwen3", "tiny"): {**_TINY, "num_hidden_layers": 3},
-        ("qwen3", "demo"): {**_DEMO, "num_hidden_layers": 4},
-        ("gemma3_text", "tiny"): {**_TINY, **_WINDOWS, "sliding_window": 96, "query_pre_attn_scalar": 32},
-        ("gemma3_text", "demo"): {**_DEMO, **_WINDOWS, "sliding_window": 1024, "query_pre_attn_scalar": 64},
-        ("qwen3_5_text", "tiny"): {**_TINY, **_GDN, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        ("qwen3_5_text", "demo"): {**_DEMO, **_GDN, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -54,29 +29,34 @@ class Loaded:
     spec: CacheSpec
 
 
-def make_weights(family: str, directory: str | Path, size: str = "tiny", seed: int = 0, dtype: str = "float32") -> Path:
-    """Save a model of ``family`` ("qwen3", "gemma3", "qwen3_5"; a "_text" suffix may be given) with random weights; returns the folder.
+def make_weights(family: str, directory: str | Path, size: str = "tiny", seed: int = 0, dtype: str = "float32", **changes: object) -> Path:
+    """Save a model of ``family`` ("qwen3", "gemma3", ...; a "_text" suffix may be given) with random weights.
 
-    The same arguments give the same weights. Raises :class:`ConfigError` for an unknown size or dtype, UnsupportedModel for the family.
+    Returns the folder. The same arguments give the same weights. Every family has the size "tiny"; ``changes`` to its configuration may
+    be given. Raises :class:`ConfigError` for an unknown size or dtype, UnsupportedModel for the family.
     """
     model_type = canonical_type(family)
     if (model_type, size) not in SIZES:
-        raise ConfigError(f'model size is "{size}"; choose one of {", ".join(sorted({s for _, s in SIZES}))}')
-    config = AutoConfig.for_model(model_type, **_COMMON, **SIZES[model_type, size])
+        have = ", ".join(sorted(s for name, s in SIZES if name == model_type))
+        raise ConfigError(f'model size is "{size}"; choose one of {have} for "{model_type}"')
+    config = AutoConfig.for_model(model_type, **{**COMMON, **SIZES[model_type, size], **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
-        _scale_up(model, torch.Generator().manual_seed(seed + 1))
+        _scale_up(model, seed + 1)
     folder = Path(directory)
     model.save_pretrained(folder)
     return folder
 
 
-def _scale_up(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights of unit gain: those of the default initialisation give nearly flat logits, whose argmax means nothing."""
+def _scale_up(model: PreTrainedModel, seed: int) -> None:
+    """Weights of unit gain: those of the default initialisation give nearly flat logits, whose argmax means nothing, and convolutions
+    that see little but the last token, so that a lost conv state would hardly show."""
+    generators = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim >= 2 and "conv" not in name:
+            if weight.ndim >= 2 and "A_log" not in name:
+                generator = generators["conv" in name]
                 weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
 
 
@@ -90,13 +70,15 @@ def read_config(folder: str | Path) -> Any:
 def build(folder: str | Path, page_size: int, dtype: str = "float32", rank: int = 0, world: int = 1) -> Loaded:
     """Load the model of ``folder`` as rank ``rank`` of ``world`` runs it, with its cache spec. The process group is not needed yet.
 
-    Raises :class:`ConfigError` (a model that ``world`` does not divide, a folder without the weights) or UnsupportedModel.
+    Raises :class:`ConfigError` (a model that ``world`` does not divide, a folder without the weights, a cache that the spec does not
+    cover) or UnsupportedModel.
     """
     config = read_config(folder)
     spec = spec_from_config(config, page_size, world, dtype)
     tp.check(config, rank, world)
+    attention = family_of(config.model_type).attention
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=_dtype(dtype), attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        folder, config=config, dtype=_dtype(dtype), attn_implementation=attention, local_files_only=True, output_loading_info=True
     )
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -104,7 +86,8 @@ def build(folder: str | Path, page_size: int, dtype: str = "float32", rank: int 
             f'model.path is "{folder}", which lacks {len(missing)} weights of "{config.model_type}" ({missing[0]}, ...); '
             "give the complete folder of a text model"
         )
-    tp.shard(model.eval(), rank, world)
+    check_covered(model.eval(), spec_from_config(config, page_size, 1, dtype))
+    tp.shard(model, rank, world)
     return Loaded(model, spec)
 
 

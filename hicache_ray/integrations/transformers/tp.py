@@ -105,6 +105,8 @@ class SummedLinear(nn.Module):
 def check(config: Any, rank: int, world: int) -> None:
     """:class:`ConfigError` when ``world`` ranks cannot share the model (the cache spec has checked its key-value and linear heads)."""
     _check_rank(rank, world)
+    if world == 1:
+        return
     for name in ("num_attention_heads", "intermediate_size"):
         count = int(getattr(config, name))
         if count % world:
