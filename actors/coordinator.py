@@ -24,7 +24,7 @@ from hicache_ray.explain import differing_fields
 from hicache_ray.group import Group
 from hicache_ray.keys import Namespace, page_keys
 from hicache_ray.match import match
-from hicache_ray.records import Compute, Digest, Lookup, Move, Outcome, Record
+from hicache_ray.records import Compute, Digest, Lookup, Move, Outcome, Record, Tokens
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.spec import CacheSpec, Tier
@@ -154,26 +154,35 @@ class CoordinatorShell:
     async def where(self, tokens: Sequence[int]) -> dict[str, Any]:
         """What each tier holds of a prompt: pages per component, and the length resumable from that tier alone. Changes nothing.
 
-        ``wanted``: pages (snapshots) that a tier holds when it has everything of the prompt that may be reused.
+        ``differs``: where L3 cannot give all of it, the fields of namespace or objects by which what it has of the prompt differs from what
+        this group reads.
         """
         driver, spec = self._running(), self.setup.spec
         prompt = np.asarray(tokens, dtype=np.int32)
-        keys = page_keys(self.setup.namespace, prompt)
-        found = match(driver.cache.res, keys, lengths.within(len(prompt) + 1, spec.page_size, driver.cache.settings.step(spec)))
+        path = driver.cache.path(page_keys(self.setup.namespace, prompt), prompt)
+        settings = driver.cache.settings
+        allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
+        found = match(driver.cache.res, path, allowed, not settings.exact)
+        differs: tuple[str, ...] = ()
         if self.store is not None:
-            names = tuple(c.name for c in spec.components)
-            told = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", found.keys, names, 2.0))
-            found = found.with_storage(told.found)
+            told: dict[str, tuple[int, ...]] = {}
+            for keys, names in driver.cache.questions(found):
+                answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", keys, names, 2.0))
+                told |= answer.found
+            found = found.with_storage(told)
+            if found.longest(Tier.STORAGE) < found.ceiling:
+                differs = await self._differs(prompt)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
-        return {"held": held, "resumable": {t.value: found.longest(t) * spec.page_size for t in ORDER}, "pages": len(found.keys)}
+        resumable = {t.value: found.longest(t) * spec.page_size for t in ORDER}
+        return {"held": held, "resumable": resumable, "pages": len(found.keys), "differs": differs}
 
-    async def missed(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """Fields by which what L3 has of this prompt differs from what this group would read."""
-        if self.store is None:
-            return ()
-        prompt = np.asarray(tokens, dtype=np.int32)
+    async def _differs(self, prompt: Tokens) -> tuple[str, ...]:
         setup = self.setup
-        return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, self.begun.recipe)
+        assert self.store is not None
+        try:
+            return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, self.begun.recipe)
+        except StoreError:
+            return ()
 
     async def stats(self) -> dict[str, Any]:
         """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
@@ -188,6 +197,7 @@ class CoordinatorShell:
             if (tier, name) in res.pools:
                 pool = res.pools[(tier, name)]
                 row |= {"capacity": pool.capacity, "used": pool.cached, "held": pool.held, "free": pool.free}
+                row["used_other"] = res.others((tier, name))
             row["page_bytes"] = self.setup.spec[name].page_bytes(self.setup.spec.page_size)
             tiers.setdefault(tier.value, {})[name] = row
         return {

@@ -20,6 +20,8 @@ from hicache_ray.errors import ConfigError
 #: Logical CPUs that Serve's own actors and ours take beside the ranks.
 SPARE_CPUS = 4
 OBJECT_STORE_BYTES = 128 << 20
+#: Where the niceness of Ray's workers is set.
+NICENESS = "RAY_worker_niceness"
 #: How long the processes of a Ray that has been shut down may take to end by themselves.
 END_S = 3.0
 
@@ -60,6 +62,8 @@ class LocalRay:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=self.folder,
+            # Ray's default is 15: whatever else computes on this machine would starve the ranks. The environment may say otherwise.
+            _system_config={} if NICENESS in os.environ else {"worker_niceness": 0},
         )
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ from hicache_ray import compute
 from hicache_ray.config import Config
 from hicache_ray.config_sizes import format_size
 from hicache_ray.errors import ConfigError
-from hicache_ray.keys import ANY, Namespace
+from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
@@ -67,7 +67,7 @@ def check_capacities(config: Config, spec: CacheSpec) -> None:
     """Raise :class:`ConfigError` unless the pools hold the longest request that the configuration accepts."""
     have = capacities(config, spec)
     prompt, new = config.engine.max_prompt_tokens, config.engine.max_new_tokens
-    needed = compute.need(spec, settings_of(config), compute.Shape.of(0, prompt, new))
+    needed = compute.need(spec, settings_of(config), compute.Shape.cold(prompt, new))
     for name, count in needed.items():
         state = spec[name].is_state
         most = count + 1 if state else count  # a resumed request also holds the snapshot that it resumes from
@@ -108,8 +108,6 @@ def namespace_of(config: Config, model_id: str) -> Namespace:
 
 def recipe_of(config: Config, engine: Mapping[str, str]) -> Mapping[str, str]:
     """What canonical bytes depend on beside the namespace; ``engine``: what the engine says of itself (build, attention, processor)."""
-    if not config.cache.exact:
-        return ANY
     return {
         "grid": str(config.cache.grid),
         "threads": str(config.model.threads_per_rank),

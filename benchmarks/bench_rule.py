@@ -17,6 +17,7 @@ from hicache_ray import lengths, plan
 from hicache_ray.keys import Namespace, page_keys
 from hicache_ray.match import match
 from hicache_ray.residency import Residency
+from hicache_ray.resume import Path
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Tier
 from hicache_ray.transfer import Part, arrive, begin, close
 
@@ -39,7 +40,7 @@ def run() -> list[Row]:
     allowed = lengths.within(TOKENS, PAGE, GRID)
     res = _filled(spec, keys[: len(keys) // 2])
     found = _found(len(keys))
-    local = match(res, keys, allowed)
+    local = match(res, Path(keys), allowed, False)
 
     def rule_and_plan() -> plan.Plan:
         return plan.choose(local.with_storage(found), 4, lambda _: True)
@@ -49,7 +50,7 @@ def run() -> list[Row]:
         raise AssertionError(f"the plan resumes at {chosen.length} of {len(keys)} pages: this would measure something easier than it says")
     rows = [
         ("rule + plan, 131,072 tokens, 8 ranks, 3 components", _median_ms(rule_and_plan), 2.0),
-        ("match in L1 and L2", _median_ms(lambda: match(res, keys, allowed)), None),
+        ("match in L1 and L2", _median_ms(lambda: match(res, Path(keys), allowed, False)), None),
         ("page keys (sha256)", _median_ms(lambda: page_keys(namespace, tokens)), None),
     ]
     return [_row(*row) for row in rows]
@@ -68,7 +69,7 @@ def _filled(spec: CacheSpec, keys: Sequence[bytes]) -> Residency:
     pages = np.arange(len(keys), dtype=np.int32)
     snapshots = pages[GRID // PAGE - 1 :: GRID // PAGE]
     parts = [Part(c.name, Tier.STORAGE, snapshots if c.is_state else pages) for c in spec.components]
-    moved = begin(res, "bench", Tier.HOST, parts, keys)
+    moved = begin(res, "bench", Tier.HOST, parts, Path(tuple(keys)))
     arrive(res, moved, [(1 << len(leg.keys)) - 1 for leg in moved.legs])
     close(res, moved)
     return res

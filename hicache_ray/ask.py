@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from hicache_ray.errors import StoreError
-from hicache_ray.keys import object_record, tag_of
+from hicache_ray.keys import ANY, CANONICAL, object_record, tag_of, tagged
 from hicache_ray.records import Clear, Lookup, Outcome
-from hicache_ray.spec import CacheSpec
+from hicache_ray.spec import CacheSpec, Component
 from hicache_ray.store import Store
 
 
 def tags_of(spec: CacheSpec, recipe: Mapping[str, str]) -> Mapping[str, tuple[bytes, ...]]:
-    """The tag of each component on each rank."""
-    return {c.name: tuple(tag_of(object_record(spec, c, r, recipe)) for r in range(spec.ranks)) for c in spec.components}
+    """The tag of each component on each rank, for both kinds of bytes: canonical ones by their ``recipe``, others (:func:`tagged`)."""
+    return {tagged(c.name, kind is ANY): tuple(tag_of(r) for r in records) for c, kind, records in _records(spec, recipe)}
+
+
+def _records(spec: CacheSpec, recipe: Mapping[str, str]) -> Iterator[tuple[Component, Mapping[str, str], list[dict[str, str]]]]:
+    for component in spec.components:
+        for kind in (CANONICAL | dict(recipe), ANY):
+            yield component, kind, [object_record(spec, component, rank, kind) for rank in range(spec.ranks)]
 
 
 def describe(store: Store, spec: CacheSpec, recipe: Mapping[str, str], timeout_s: float) -> None:
     """Leave readable records of this group's objects in the store, so that a miss can name the field that differs."""
-    for component in spec.components:
-        for rank in range(spec.ranks):
-            record = object_record(spec, component, rank, recipe)
+    for _, _, records in _records(spec, recipe):
+        for record in records:
             store.describe(tag_of(record), record, timeout_s)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,7 +9,7 @@ from hicache_ray import lengths
 from hicache_ray.index import ABSENT, from_bits
 from hicache_ray.policy import Entries
 from hicache_ray.residency import Residency
-from hicache_ray.resume import Match, Part
+from hicache_ray.resume import Match, Part, Path
 from hicache_ray.spec import Kind, Tier
 
 
@@ -25,8 +23,7 @@ def wanted(res: Residency, match: Match) -> tuple[Part, ...]:
     for c in res.spec.components:
         bits = match.present[Tier.DEVICE][c.name] & ~match.present[Tier.HOST][c.name]
         missing[c.name] = from_bits(bits, len(match.keys))
-    own = res.index.find(match.keys)
-    rooms = {c.name: room(res, c.name, own) for c in res.spec.components}
+    rooms = {c.name: room(res, c.name, res.index.find(match.path.names(c.name))) for c in res.spec.components}
     chosen = {name: np.zeros(len(match.keys), dtype=bool) for name in missing}
     for k in lengths.members(match.lengths(Tier.DEVICE, Tier.HOST)):
         closure = {c.name: _closure(missing[c.name], lengths.needed(c, k, res.spec.page_size)) for c in res.spec.components}
@@ -54,23 +51,23 @@ def _closure(missing: npt.NDArray[np.bool_], pages: range) -> npt.NDArray[np.boo
     return out & missing
 
 
-def stranded(res: Residency, keys: Sequence[bytes]) -> tuple[Part, ...]:
-    """Device pages among ``keys`` that neither the host has nor L3 is known to have."""
-    entries = res.index.find(keys)
+def stranded(res: Residency, path: Path) -> tuple[Part, ...]:
+    """Device pages of a path that neither the host has nor L3 is known to have."""
     flags = {}
     for c in res.spec.components:
+        entries = res.index.find(path.names(c.name))
         alone = (res.index.slots((Tier.DEVICE, c.name), entries) != ABSENT) & (res.index.slots((Tier.HOST, c.name), entries) == ABSENT)
         alone[alone] = ~res.index.durable((Tier.HOST, c.name), entries[alone])
         flags[c.name] = alone
     return _parts(Tier.DEVICE, flags)
 
 
-def not_durable(res: Residency, keys: Sequence[bytes]) -> tuple[Part, ...]:
-    """Host pages among ``keys`` that L3 has not sealed."""
-    entries = res.index.find(keys)
+def not_durable(res: Residency, path: Path) -> tuple[Part, ...]:
+    """Host pages of a path that L3 has not sealed."""
     flags = {}
     for c in res.spec.components:
         place = (Tier.HOST, c.name)
+        entries = res.index.find(path.names(c.name))
         here = res.index.slots(place, entries) != ABSENT
         here[here] = ~res.index.durable(place, entries[here])
         flags[c.name] = here

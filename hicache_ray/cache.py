@@ -9,13 +9,13 @@ import numpy as np
 from hicache_ray import compute, evict, insert, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
 from hicache_ray.errors import CapacityError, EngineError
-from hicache_ray.keys import extend_keys, page_keys
+from hicache_ray.keys import extend_keys, look_ahead, other, page_keys, tagged
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
 from hicache_ray.policy import Entries
-from hicache_ray.records import Clear, Compute, Digest, Lookup, Merged, Move, Record, Slots
+from hicache_ray.records import Clear, Compute, Digest, Lookup, Merged, Move, Record, Slots, Tokens
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import Limit, Match, Part, Plan
+from hicache_ray.resume import Limit, Match, Part, Path, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
 from hicache_ray.story import Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
@@ -44,7 +44,7 @@ class Cache:
         count = len(request.tokens)
         if count < 1:
             raise CapacityError("a request needs at least one token; input_ids is empty")
-        shape = compute.Shape.of(0, count, request.new_tokens)
+        shape = compute.Shape.cold(count, request.new_tokens)
         for name, slots in compute.need(self.spec, self.settings, shape).items():
             capacity = self.res.capacity[(Tier.DEVICE, name)]
             # A resumed request also holds the snapshot that it resumes from.
@@ -54,7 +54,12 @@ class Cache:
                     f"a request of {count} tokens with {request.new_tokens} new ones needs {most} slots of the device pool {name!r}, which "
                     f"has {capacity}; raise cache.device_tokens (or cache.device_snapshots), or send fewer tokens"
                 )
-        return Job(request, page_keys(request.namespace, request.tokens), self.allowed(count, request.limit))
+        return Job(request, self.path(page_keys(request.namespace, request.tokens), request.tokens), self.allowed(count, request.limit))
+
+    def path(self, keys: tuple[bytes, ...], tokens: Tokens) -> Path:
+        """The names of a prompt's pages: components that look ahead have keys of their own."""
+        ahead = {c.name: look_ahead(keys, tokens, self.spec.page_size, c.lookahead) for c in self.spec.components if c.lookahead}
+        return Path(keys, ahead=ahead)
 
     def allowed(self, count: int, limit: int | None = None) -> int:
         """The set of lengths that a prompt of ``count`` tokens may resume from at all."""
@@ -62,7 +67,15 @@ class Cache:
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
-        return match(self.res, job.keys, job.allowed)
+        return match(self.res, job.path, job.allowed, not self.settings.exact)
+
+    def questions(self, found: Match) -> list[tuple[tuple[bytes, ...], tuple[str, ...]]]:
+        """What to ask L3 of a prompt: keys, and the components under them, of each the kinds of bytes that count."""
+        kinds = (False,) if self.settings.exact else (False, True)
+        named: dict[tuple[bytes, ...], list[str]] = {}
+        for c in self.spec.components:
+            named.setdefault(found.keys_of(c.name), []).extend(tagged(c.name, kind) for kind in kinds)
+        return [(keys, tuple(names)) for keys, names in named.items() if keys]
 
     # -- stories ----------------------------------------------------------------------------------------------------------------
 
@@ -78,7 +91,7 @@ class Cache:
         finally:
             self._release(job)
         self.events.append(Ended(job.request.rid, report))
-        self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.keys))
+        self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.path))
 
     def prefetch(self, job: Job) -> Story:
         """Bring a prompt's pages near before its request runs; hold them until the caller goes on with the load, or gives up."""
@@ -120,22 +133,25 @@ class Cache:
         found = self.match(job)
         if self.settings.storage and found.longest(*LOCAL) < found.ceiling:
             job.phase = Phase.LOOKUP
-            names = tuple(c.name for c in self.spec.components)
-            answer = yield Lookup(self._id(), job.request.rid, found.keys, names, self.settings.lookup_deadline_s)
-            found = self.match(job).with_storage(answer.found)
-            if answer.late or answer.error:
-                job.limit = Limit.LOOKUP
-            else:
+            told: dict[str, tuple[int, ...]] = {}
+            for keys, names in self.questions(found):
+                answer = yield Lookup(self._id(), job.request.rid, keys, names, self.settings.lookup_deadline_s)
+                told |= answer.found
+                if answer.late or answer.error:
+                    job.limit = Limit.LOOKUP
+                    break
+            found = self.match(job).with_storage(told)
+            if job.limit is not Limit.LOOKUP:
                 prefetch.note(self.res, found)
         threshold = -(-self.settings.prefetch_threshold // self.spec.page_size)
         chosen = plan.choose(found, threshold, lambda p: prefetch.fits(self.res, found, p))
         job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
-        self._hold(job, chosen, (Tier.HOST,))
+        self._hold(job, found, chosen, (Tier.HOST,))
         incoming = chosen.of(Tier.STORAGE)
         if incoming:
             job.phase = Phase.FETCHING
             found = yield from self._read(job, found, chosen, incoming)
-            self._hold(job, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
+            self._hold(job, found, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
         job.promised = found.longest(*LOCAL) * self.spec.page_size
         job.phase = Phase.DECLINED if job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM) and not incoming else Phase.READY
 
@@ -144,14 +160,15 @@ class Cache:
         victims = evict.choose(self.res, Tier.HOST, prefetch.need(chosen))
         if victims is None:
             job.limit = Limit.HOST_ROOM
-            return found.without_storage()
+            return found.only(*LOCAL)
         evict.drop(self.res, Tier.HOST, victims)
-        moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.keys)
+        moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.path)
         try:
             deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
             got = yield Move(self._id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
             # Others have come and gone meanwhile, and room was made: what is local is asked anew.
-            found = prefetch.commit(self.res, self.match(job), moved, got.bits)
+            prefetch.commit(self.res, self.match(job), moved, got.bits)
+            found = self.match(job)
         finally:
             transfer.close(self.res, moved)
         for leg, bits in zip(moved.legs, got.bits, strict=True):
@@ -163,44 +180,48 @@ class Cache:
         found = self.match(job)
         resumed = plan.at(found, found.longest(*LOCAL))
         job.phase = Phase.LOADING
-        self._hold(job, resumed)
-        count, new = len(job.request.tokens), job.request.new_tokens
-        shape = compute.Shape.of(resumed.length * self.spec.page_size, count, new)
-        need = dict(compute.need(self.spec, self.settings, shape))
+        self._hold(job, found, resumed)
+        need = dict(self._need(job, resumed))
         up = resumed.of(Tier.HOST)
         for part in up:
             need[part.component] += len(part.pages)
         yield from self.descent.room(Tier.DEVICE, need)
         if not up:
             return resumed
-        moved = transfer.begin(self.res, job.request.rid, Tier.DEVICE, up, found.keys)
+        moved = transfer.begin(self.res, job.request.rid, Tier.DEVICE, up, found.path)
         try:
             got = yield Move(self._id(), job.request.rid, Tier.HOST, Tier.DEVICE, moved.spans(), self.settings.copy_deadline_s)
-            found = load.commit(self.res, found, moved, got.bits)
+            load.commit(self.res, moved, got.bits)
         finally:
             transfer.close(self.res, moved)
-        if found.longest(Tier.DEVICE) < resumed.length:
-            return (yield from self._load_again(job, resumed, found))
-        self._hold(job, plan.at(found, resumed.length))
+        device = self.match(job).only(Tier.DEVICE)
+        if device.longest(Tier.DEVICE) < resumed.length or plan.at(device, resumed.length).drafts != resumed.drafts:
+            return (yield from self._load_again(job, resumed, device))
+        self._hold(job, device, plan.at(device, resumed.length))
         return resumed
+
+    def _need(self, job: Job, resumed: Plan) -> Mapping[str, int]:
+        """Device slots that the rest of a request takes."""
+        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
+        return compute.need(self.spec, self.settings, shape)
 
     def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
         """A copy has failed: go on with what the device alone offers, and make room for what must be computed instead."""
-        shorter = device.longest(Tier.DEVICE)
+        shorter = min(device.longest(Tier.DEVICE), wanted.length)
         kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}
         resumed = plan.with_sources(plan.at(device, shorter, Limit.LOAD_FAILED), kept)
-        job.limit = Limit.LOAD_FAILED
-        self._hold(job, plan.at(device, shorter))
-        shape = compute.Shape.of(shorter * self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
-        yield from self.descent.room(Tier.DEVICE, compute.need(self.spec, self.settings, shape))
+        job.limit = Limit.LOAD_FAILED if shorter < wanted.length else job.limit
+        self._hold(job, device, plan.at(device, shorter))
+        yield from self.descent.room(Tier.DEVICE, self._need(job, resumed))
         return resumed
 
     def _compute(self, job: Job, resumed: Plan) -> Story:
         """Prefill and decode; then publish what was made."""
         request, page = job.request, self.spec.page_size
         job.phase = Phase.RUNNING
-        shape = compute.Shape.of(resumed.length * page, len(request.tokens), request.new_tokens)
-        run = compute.begin(self.res, self.settings, request.rid, job.keys, shape)
+        shape = compute.Shape.of(resumed, page, len(request.tokens), request.new_tokens)
+        path = self.match(job).only(Tier.DEVICE).path
+        run = compute.begin(self.res, self.settings, request.rid, path, shape)
         job.leases.extend(run.own.values())
         tokens, sampled = request.tokens, 0
         resume, chunk = run.resume, compute.chunk(self.spec, self.settings)
@@ -209,7 +230,7 @@ class Cache:
             end = len(tokens) + steps - 1
             record = Compute(
                 self._id(), request.rid, start, tokens[start:], steps, chunk, run.tables, run.live, resume,
-                run.snapshots_in(start, end), self.settings.compute_deadline_s,
+                run.snapshots_in(start, end), self.settings.compute_deadline_s, shape.drafts if start == shape.start else {},
             )  # fmt: skip
             got = yield record
             if got.error:
@@ -223,17 +244,22 @@ class Cache:
             if sampled >= request.new_tokens:
                 break
             steps = compute.decode_steps(shape.prompt, sampled, request.new_tokens, page)
-        job.keys = extend_keys(request.namespace, job.keys, tokens[:end])
-        self._insert(job, run, end)
+        job.path = self.path(extend_keys(request.namespace, job.path.keys, tokens[:end]), tokens)
+        self._insert(job, run, path, end)
 
-    def _insert(self, job: Job, run: compute.Run, end: int) -> None:
-        """Publish what the run made, and mark the whole path as just used."""
+    def _insert(self, job: Job, run: compute.Run, path: Path, end: int) -> None:
+        """Publish what the run made, and mark the whole path as just used. ``path``: what it resumed from."""
         for made in compute.made(self.spec, self.settings, run, end):
             lease = run.own[made.component]
-            part = Lease(lease.id, lease.holder, lease.place, lease.slots[list(made.positions)])
-            insert.publish(self.res, made.component, [job.keys[i] for i in made.pages], part)
-            used = lengths.needed(self.spec[made.component], run.shape.start // self.spec.page_size, self.spec.page_size)
-            insert.touch_path(self.res, made.component, [job.keys[i] for i in sorted({*used, *made.pages})])
+            # A component that looks ahead has no name yet for a page whose next tokens are not known.
+            pages = [page for page in made.pages if page < len(job.path.ahead.get(made.component, job.path.keys))]
+            named = job.path.names(made.component, pages)
+            part = Lease(lease.id, lease.holder, lease.place, lease.slots[list(made.positions[: len(pages)])])
+            names = [name if i < made.canonical else other(name) for i, name in enumerate(named)]
+            insert.publish(self.res, made.component, names, part)
+            component = self.spec[made.component]
+            used = lengths.needed(component, run.shape.begin(component) // self.spec.page_size, self.spec.page_size)
+            insert.touch_path(self.res, made.component, [*path.names(made.component, used), *names])
 
     # -- small things -----------------------------------------------------------------------------------------------------------
 
@@ -245,26 +271,14 @@ class Cache:
         self._record += 1
         return self._record
 
-    def _cached(self, place: Place, keys: Sequence[bytes]) -> Entries:
-        entries = self.res.index.find(keys)
-        return entries[self.res.index.slots(place, entries) >= 0]
-
-    def _in_host(self, component: str, entries: Entries) -> np.ndarray:
-        return self.res.index.slots((Tier.HOST, component), entries) >= 0
-
-    def _not_sealed(self, component: str, keys: Sequence[bytes]) -> Entries:
-        """Entries of the keys, which all exist, whose object L3 is not known to have."""
-        entries = self.res.index.find(keys)
-        return entries[~self.res.index.durable((Tier.HOST, component), entries)]
-
     def _lease(self, holder: str, place: Place, entries: Entries) -> Lease:
         return self.res.leases.take(holder, place, self.res.slots(place, entries))
 
-    def _hold(self, job: Job, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
+    def _hold(self, job: Job, found: Match, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
         """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
         for part in chosen.parts:
             if part.tier in tiers:
-                entries = self.res.index.find([job.keys[i] for i in part.pages.tolist()])
+                entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 self.res.touch((part.tier, part.component), entries)
                 job.leases.append(self._lease(job.request.rid, (part.tier, part.component), entries))
 
@@ -280,12 +294,14 @@ class Cache:
 
         Empty where they are not wanted, or where a rank has failed to give them: a request does not fail for that.
         """
-        if not job.request.digests or not job.keys:
+        if not job.request.digests or not job.path.keys:
             return {}
         pages: dict[str, list[int]] = {}
         slots: dict[str, Slots] = {}
-        entries = self.res.index.find(job.keys)
+        everything = lengths.ones(len(job.path.keys) + 1)
+        path = match(self.res, job.path, everything, not self.settings.exact).only(Tier.DEVICE).path
         for c in self.spec.components:
+            entries = self.res.index.find(path.names(c.name))
             at = self.res.index.slots((Tier.DEVICE, c.name), entries)
             pages[c.name] = np.flatnonzero(at >= 0).tolist()
             slots[c.name] = at[at >= 0]

@@ -7,8 +7,8 @@ it will make. All are taken before the first token, so that nothing can run out 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,21 +16,37 @@ from hicache_ray import lengths
 from hicache_ray.lease import Lease
 from hicache_ray.records import Slots
 from hicache_ray.residency import Residency
+from hicache_ray.resume import Path, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import CacheSpec, Component, Tier
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A request's lengths: resume at ``start``, ``prompt`` tokens given, ``end`` tokens in the cache when it is done."""
+    """A request's lengths: resume at ``start``, ``prompt`` tokens given, ``end`` tokens in the cache when it is done.
+
+    ``drafts``: where draft components resume, which may be earlier; they have to catch up by themselves.
+    """
 
     start: int
     prompt: int
     end: int
+    drafts: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, start: int, prompt: int, new_tokens: int) -> Shape:
-        return cls(start, prompt, prompt + max(new_tokens, 1) - 1)
+    def of(cls, plan: Plan, page_size: int, prompt: int, new_tokens: int) -> Shape:
+        """For a request that resumes by a plan."""
+        drafts = {name: pages * page_size for name, pages in plan.drafts.items()}
+        return cls(plan.length * page_size, prompt, prompt + max(new_tokens, 1) - 1, drafts)
+
+    @classmethod
+    def cold(cls, prompt: int, new_tokens: int) -> Shape:
+        """For a request that resumes from nothing: the most that it can need."""
+        return cls(0, prompt, prompt + max(new_tokens, 1) - 1)
+
+    def begin(self, component: Component) -> int:
+        """Where a component resumes, in tokens."""
+        return self.drafts.get(component.name, self.start)
 
 
 def snapshot_lengths(component: Component, settings: Settings, shape: Shape, spec: CacheSpec) -> tuple[int, ...]:
@@ -61,13 +77,16 @@ def need(spec: CacheSpec, settings: Settings, shape: Shape) -> Mapping[str, int]
             out[c.name] = 1 + len(snapshot_lengths(c, settings, shape, spec))
         else:
             span = spec.page_size * c.page_span
-            out[c.name] = -(-shape.end // span) - shape.start // span
+            out[c.name] = -(-shape.end // span) - shape.begin(c) // span
     return out
 
 
 @dataclass(frozen=True)
 class Run:
-    """The slots of a request that runs. ``own``: leases of its own pages, page order (states: snapshots in order, then live)."""
+    """The slots of a request that runs. ``own``: leases of its own pages, page order (states: snapshots in order, then live).
+
+    ``pure``: it resumes on the grid, from canonical bytes only, so that what whole chunks make is canonical as well.
+    """
 
     shape: Shape
     tables: Mapping[str, Slots]
@@ -75,21 +94,24 @@ class Run:
     resume: Mapping[str, int]
     snapshots: Mapping[str, tuple[tuple[int, int], ...]]
     own: Mapping[str, Lease]
+    pure: bool
 
     def snapshots_in(self, start: int, end: int) -> Mapping[str, tuple[tuple[int, int], ...]]:
         """Those made while the cached length goes from ``start`` to ``end``."""
         return {c: tuple((n, s) for n, s in pairs if start < n <= end) for c, pairs in self.snapshots.items()}
 
 
-def begin(res: Residency, settings: Settings, holder: str, keys: Sequence[bytes], shape: Shape) -> Run:
+def begin(res: Residency, settings: Settings, holder: str, path: Path, shape: Shape) -> Run:
     """Take the slots (there is room) and lay out the tables over what the request resumes from, which must be on the device."""
     spec, wanted = res.spec, need(res.spec, settings, shape)
     tables, live, resume, snapshots, own = {}, {}, {}, {}, {}
+    pure = bool(settings.grid) and shape.start % settings.grid == 0
     for c in spec.components:
         place = (Tier.DEVICE, c.name)
         lease = own[c.name] = res.leases.alloc(holder, place, wanted[c.name])
-        used = lengths.needed(c, shape.start // spec.page_size, spec.page_size)
-        cached = res.slots(place, res.index.find([keys[i] for i in used]))
+        used = lengths.needed(c, shape.begin(c) // spec.page_size, spec.page_size)
+        cached = res.slots(place, res.index.find(path.names(c.name, used)))
+        pure &= c.role == "draft" or not any(path.other.get(c.name, 0) >> i & 1 for i in used)
         if c.is_state:
             made = snapshot_lengths(c, settings, shape, spec)
             snapshots[c.name] = tuple(zip(made, lease.slots[:-1].tolist(), strict=True))
@@ -97,36 +119,45 @@ def begin(res: Residency, settings: Settings, holder: str, keys: Sequence[bytes]
             if len(cached):
                 resume[c.name] = int(cached[0])
         else:
-            before = shape.start // (spec.page_size * c.page_span)
+            before = shape.begin(c) // (spec.page_size * c.page_span)
             table = np.full(before + len(lease.slots), -1, dtype=np.int32)
             table[before - len(cached) : before] = cached
             table[before:] = lease.slots
             tables[c.name] = table
-    return Run(shape, tables, live, resume, snapshots, own)
+    return Run(shape, tables, live, resume, snapshots, own, pure)
 
 
 @dataclass(frozen=True)
 class Made:
-    """Pages (snapshots) of one component that may be cached: their base page indices and the positions in the run's own lease."""
+    """Pages (snapshots) of one component that may be cached: their base page indices and the positions in the run's own lease.
+
+    ``canonical``: how many of them, from the first on, have canonical bytes.
+    """
 
     component: str
     pages: tuple[int, ...]
     positions: tuple[int, ...]
+    canonical: int
 
 
 def made(spec: CacheSpec, settings: Settings, run: Run, end: int) -> tuple[Made, ...]:
-    """What a run that has come to ``end`` cached tokens may publish. Under ``exact``: only what whole chunks of the grid have made."""
+    """What a run that has come to ``end`` cached tokens may publish. Under ``exact``: only what whole chunks of the grid have made.
+
+    A draft only proposes: its bytes cannot change what is generated, so all of them count as canonical.
+    """
     start, page = run.shape.start, spec.page_size
-    top = min(end, run.shape.prompt // settings.grid * settings.grid) if settings.exact else end
+    pure = min(end, run.shape.prompt // settings.grid * settings.grid) if run.pure else start
+    top = pure if settings.exact else end
     out = []
     for c in spec.components:
         if c.is_state:
             good = [(n // page - 1, i) for i, (n, _) in enumerate(run.snapshots[c.name]) if n <= top and n % page == 0]
         else:
-            span = c.page_span
-            own_pages = range(start // (page * span), top // (page * span))
+            span, last = c.page_span, end if c.role == "draft" else top
+            own_pages = range(run.shape.begin(c) // (page * span), last // (page * span))
             good = [((j + 1) * span - 1, i) for i, j in enumerate(own_pages)]
-        out.append(Made(c.name, tuple(p for p, _ in good), tuple(i for _, i in good)))
+        canonical = len(good) if c.role == "draft" else sum((p + 1) * page <= pure for p, _ in good)
+        out.append(Made(c.name, tuple(p for p, _ in good), tuple(i for _, i in good), canonical))
     return tuple(out)
 
 

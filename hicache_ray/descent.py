@@ -16,7 +16,7 @@ from hicache_ray.match import match
 from hicache_ray.policy import Entries
 from hicache_ray.records import Merged, Move
 from hicache_ray.residency import Residency
-from hicache_ray.resume import Part
+from hicache_ray.resume import Match, Part, Path
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import Tier
 from hicache_ray.story import Story, Wait
@@ -32,45 +32,49 @@ class Descent:
         self._next_id = next_id
         self.spawn = spawn
 
-    def backup(self, keys: tuple[bytes, ...]) -> Story:
+    def backup(self, keys: Path) -> Story:
         """Under write-through: what the path has in L1 goes to L2. Under every policy: what L2 has of it goes to L3."""
         if self.settings.write_policy is WritePolicy.WRITE_THROUGH:
-            yield from self._pass_through(keys)
-            # Every length inside the path is of interest here, not only those below the cap of one request.
-            everything = match(self.res, keys, lengths.ones(len(keys) + 1))
-            own = {c.name: self._cached((Tier.HOST, c.name), keys) for c in self.spec.components}
-            yield from self._copy_down(backup.wanted(self.res, everything), keys, own)
+            yield from self._pass_through(self._all(keys).path)
+            everything = self._all(keys)
+            path = everything.path
+            own = {c.name: self._cached((Tier.HOST, c.name), path) for c in self.spec.components}
+            yield from self._copy_down(backup.wanted(self.res, everything), path, own)
             # What has just arrived is the deep end of a path whose beginning was here before: together they keep their order.
             for c in self.spec.components:
-                self.res.touch((Tier.HOST, c.name), self._cached((Tier.HOST, c.name), keys))
-        yield from self.persist(keys)
+                self.res.touch((Tier.HOST, c.name), self._cached((Tier.HOST, c.name), path))
+        yield from self.persist(self._all(keys).path)
 
-    def _pass_through(self, keys: tuple[bytes, ...]) -> Story:
+    def _all(self, keys: Path) -> Match:
+        """What of a path is where. Every length inside it is of interest here, not only those below the cap of one request."""
+        return match(self.res, keys, lengths.ones(len(keys.keys) + 1), not self.settings.exact)
+
+    def _pass_through(self, path: Path) -> Story:
         """Of a path longer than the host, all goes through it to L3 first, as much at a time as it can take; without L3 it is refused.
 
         What the host then keeps is chosen as if the path had come anew.
         """
-        left = backup.stranded(self.res, keys)
-        own = self._own(keys)
+        left = backup.stranded(self.res, path)
+        own = self._own(path)
         if all(len(p.pages) <= backup.room(self.res, p.component, own[p.component]) for p in left):
             return
         while left and self.settings.storage:
-            own = self._own(keys)
+            own = self._own(path)
             some = [Part(p.component, p.tier, p.pages[: backup.room(self.res, p.component, own[p.component])]) for p in left]
-            yield from self._copy_down(some, keys, own)
-            yield from self.persist(keys)
-            before, left = left, backup.stranded(self.res, keys)
+            yield from self._copy_down(some, path, own)
+            yield from self.persist(path)
+            before, left = left, backup.stranded(self.res, path)
             if sum(len(p.pages) for p in left) >= sum(len(p.pages) for p in before):
                 break
         for part in left:
             self.res.counters[(Tier.HOST, part.component)].refused += len(part.pages)
         if self.settings.storage:
-            evict.drop(self.res, Tier.HOST, {c.name: self._passed(c.name, keys) for c in self.spec.components})
+            evict.drop(self.res, Tier.HOST, {c.name: self._passed(c.name, path) for c in self.spec.components})
 
-    def _passed(self, component: str, keys: Sequence[bytes]) -> Entries:
+    def _passed(self, component: str, path: Path) -> Entries:
         """Host pages of a path that L3 has and nobody leases."""
         place = (Tier.HOST, component)
-        there = self._cached(place, keys)
+        there = self._cached(place, path)
         return there[self.res.index.durable(place, there) & self.res.idle(place, there)]
 
     def room(self, tier: Tier, need: Mapping[str, int]) -> Story:
@@ -95,29 +99,30 @@ class Descent:
         rest is left for another round.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
-        keys = tuple(dict.fromkeys(k for path in names.values() for k in path))
+        keys = tuple(dict.fromkeys(k for some in names.values() for k in some))
+        path = Path(keys)  # of many prompts, and of names as they are in the index
         where = {k: i for i, k in enumerate(keys)}
         own = {c.name: self._not_sealed(c.name, keys) for c in self.spec.components}
         taken, left = [], set()
-        for component, path in names.items():
+        for component, some in names.items():
             room = backup.room(self.res, component, own[component])
-            take, rest = path[::-1][:room], path[::-1][room:]
+            take, rest = some[::-1][:room], some[::-1][room:]
             taken.append(Part(component, Tier.DEVICE, np.asarray([where[k] for k in take], dtype=np.int32)))
             left |= {(component, self.res.index.key(e)) for e in self._not_sealed(component, rest).tolist()}
-            tried |= {(component, k) for k in path} - left
-        yield from self._copy_down(taken, keys, own)
-        for component, path in names.items():  # they arrive in the order in which they have left
-            self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), path))
+            tried |= {(component, k) for k in some} - left
+        yield from self._copy_down(taken, path, own)
+        for component, some in names.items():  # they arrive in the order in which they have left
+            self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), Path(tuple(some))))
         if not left:
-            self.spawn("persist", self.persist(keys))
+            self.spawn("persist", self.persist(path))
             return
-        yield from self.persist(keys)
-        if not any(len(p.pages) for p in taken) or not self.settings.storage or backup.not_durable(self.res, keys):
+        yield from self.persist(path)
+        if not any(len(p.pages) for p in taken) or not self.settings.storage or backup.not_durable(self.res, path):
             tried |= left
             for component, _ in left:
                 self.res.counters[(Tier.HOST, component)].refused += 1
 
-    def _copy_down(self, parts: Sequence[Part], keys: tuple[bytes, ...], own: Mapping[str, Entries]) -> Story:
+    def _copy_down(self, parts: Sequence[Part], path: Path, own: Mapping[str, Entries]) -> Story:
         """L1 to L2. The host pages ``own`` (component -> entries) are held meanwhile, so that making room does not take them."""
         parts = [p for p in parts if len(p.pages)]
         held = [self._lease((Tier.HOST, c), entries[self._in_host(c, entries)]) for c, entries in own.items()]
@@ -129,7 +134,7 @@ class Descent:
                     self.res.counters[(Tier.HOST, p.component)].refused += len(p.pages)
                 return
             evict.drop(self.res, Tier.HOST, victims)
-            moved = transfer.begin(self.res, "backup", Tier.HOST, parts, keys)
+            moved = transfer.begin(self.res, "backup", Tier.HOST, parts, path)
             got = yield Move(self._next_id(), "backup", Tier.DEVICE, Tier.HOST, moved.spans(), self.settings.copy_deadline_s)
             transfer.arrive(self.res, moved, got.bits)
             self._count(moved, got, Tier.HOST)
@@ -138,10 +143,10 @@ class Descent:
                 transfer.close(self.res, moved)
             self.res.leases.release_all(held)
 
-    def persist(self, keys: tuple[bytes, ...]) -> Story:
+    def persist(self, path: Path) -> Story:
         """L2 to L3. The pages are leased now, also where the story that writes them begins later."""
-        parts = backup.not_durable(self.res, keys) if self.settings.storage else ()
-        return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, keys))
+        parts = backup.not_durable(self.res, path) if self.settings.storage else ()
+        return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, path))
 
     def _write(self, moved: transfer.Transfer) -> Story:
         if not moved:
@@ -163,14 +168,18 @@ class Descent:
             counters.backups += bits.bit_count()
             counters.failures += len(leg.keys) - bits.bit_count()
 
-    def _cached(self, place: Place, keys: Sequence[bytes]) -> Entries:
-        entries = self.res.index.find(keys)
+    def _cached(self, place: Place, path: Path) -> Entries:
+        entries = self.res.index.find(path.names(place[1]))
         return entries[self.res.index.slots(place, entries) >= 0]
 
-    def _own(self, keys: Sequence[bytes]) -> Mapping[str, Entries]:
+    def _own(self, path: Path) -> Mapping[str, Entries]:
         """Entries of a path, per component, that L3 is not known to have."""
-        known = [k for k, entry in zip(keys, self.res.index.find(keys).tolist(), strict=True) if entry != ABSENT]
-        return {c.name: self._not_sealed(c.name, known) for c in self.spec.components}
+        out = {}
+        for c in self.spec.components:
+            entries = self.res.index.find(path.names(c.name))
+            known = entries[entries != ABSENT]
+            out[c.name] = known[~self.res.index.durable((Tier.HOST, c.name), known)]
+        return out
 
     def _in_host(self, component: str, entries: Entries) -> np.ndarray:
         return self.res.index.slots((Tier.HOST, component), entries) >= 0

@@ -14,6 +14,7 @@ import numpy as np
 from hicache_ray.copies import Copier, Mover
 from hicache_ray.digest import digest_pages
 from hicache_ray.errors import GroupLost, HiCacheError, StoreError
+from hicache_ray.keys import is_other, page_of, tagged
 from hicache_ray.layout import CANONICAL
 from hicache_ray.pool import Pool, Pools
 from hicache_ray.records import Compute, Digest, Move, Outcome, Record, Slots, Span
@@ -141,5 +142,5 @@ class Executor:
         return self._rank.spec[component].shard is not Shard.REPLICATED or key[0] % self._rank.spec.ranks == self._rank.rank
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
-        tag = self._rank.tags[span.component]
-        return [span.keys[i] + tag for i in items]
+        tags = {kind: self._rank.tags[tagged(span.component, kind)] for kind in (False, True)}
+        return [page_of(span.keys[i]) + tags[is_other(span.keys[i])] for i in items]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hicache_ray.keys import Namespace, chain, differing, object_record, tag_of
+from hicache_ray.keys import CANONICAL, Namespace, chain, differing, object_record, tag_of
 from hicache_ray.records import Tokens
 from hicache_ray.spec import CacheSpec
 from hicache_ray.store import KEY_BYTES, Store
@@ -17,16 +17,15 @@ def differing_fields(store: Store, namespace: Namespace, tokens: Tokens, spec: C
     """
     records = store.described(timeout_s)
     first = tokens[: spec.page_size]
-    wanted = [object_record(spec, c, r, recipe) for c in spec.components for r in range(spec.ranks)]
+    wanted = [object_record(spec, c, r, CANONICAL | dict(recipe)) for c in spec.components for r in range(spec.ranks)]
     for key in chain(namespace.digest(), spec.page_size, (), first):
         tags = {i[KEY_BYTES:] for i in store.scan(key, timeout_s)}
         for record in wanted:
             if tag_of(record) in tags:
                 continue
-            for tag in sorted(tags):
-                stored = records.get(tag)
-                if stored is not None and stored.get("component") == record["component"]:
-                    return differing(record, stored)
+            near = [r for r in map(records.get, sorted(tags)) if r is not None and r.get("component") == record["component"]]
+            if near:
+                return min((differing(record, stored) for stored in near), key=len)
     for digest, stored in sorted(records.items()):
         if "page_size" not in stored or digest == namespace.digest():
             continue

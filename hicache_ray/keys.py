@@ -19,6 +19,10 @@ from hicache_ray.store import KEY_BYTES, TAG_BYTES
 
 #: The recipe of bytes that no particular computation is promised for.
 ANY: Mapping[str, str] = {}
+#: What canonical bytes say of themselves beside what they depend on.
+CANONICAL: dict[str, str] = {"bytes": "canonical"}
+#: Marks the name of an object whose bytes are not canonical, and the component it is of in a table of tags.
+OTHER = b"~"
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,14 @@ def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens) -> t
     return tuple(out)
 
 
+def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: int) -> tuple[bytes, ...]:
+    """Keys of pages whose bytes also depend on the next ``count`` tokens (a draft's), as far as those are known."""
+    raw = np.ascontiguousarray(tokens, dtype="<i4")
+    known = max(0, min(len(keys), (len(raw) - count) // page_size))
+    ends = ((i + 1) * page_size for i in range(known))
+    return tuple(_digest(("hicache_ray.ahead.1", key, raw[end : end + count].tobytes())) for key, end in zip(keys, ends, strict=False))
+
+
 def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapping[str, str]) -> dict[str, str]:
     """What a tag stands for, readable: component, geometry, shard, recipe. Equal records make equal tags."""
     shard = "replicated" if component.shard is Shard.REPLICATED else f"heads {rank} of {spec.ranks}"
@@ -95,6 +107,28 @@ def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapp
         "shard": shard,
     }
     return geometry | {f"recipe.{k}": v for k, v in sorted(recipe.items())}
+
+
+def other(key: bytes) -> bytes:
+    """The name, in the index, of the other object under a page key: the one whose bytes are not canonical.
+
+    The two never replace each other.
+    """
+    return key + OTHER
+
+
+def page_of(name: bytes) -> bytes:
+    """The page key of a name."""
+    return name[:KEY_BYTES]
+
+
+def is_other(name: bytes) -> bool:
+    return len(name) > KEY_BYTES
+
+
+def tagged(component: str, other_kind: bool) -> str:
+    """How a component's objects of one kind are called in a table of tags and in the answer to a lookup."""
+    return component + OTHER.decode() if other_kind else component
 
 
 def tag_of(record: Mapping[str, str]) -> bytes:

@@ -120,6 +120,11 @@ def legal(components: Sequence[Component], present: Mapping[str, int], allowed: 
     return allowed
 
 
+def drafted(component: Component, present: int, k: int, page_size: int) -> int:
+    """How many of the first ``k`` pages a draft component can resume at; its target does not wait for it."""
+    return longest(lengths_of(component, present, k, page_size))
+
+
 def needed(component: Component, k: int, page_size: int) -> range:
     """The rule backwards: base pages whose entries a resume at ``k`` pages needs of this component (for a state: where its snapshot is)."""
     if k == 0:

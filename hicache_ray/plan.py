@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -15,9 +17,13 @@ from hicache_ray.spec import Tier
 
 def at(match: Match, k: int, limit: Limit = Limit.NONE) -> Plan:
     """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows."""
-    parts = []
+    parts, drafts = [], {}
     for component in match.spec.components:
-        pages = lengths.needed(component, k, match.spec.page_size)
+        length = k
+        if component.role == "draft":
+            anywhere = reduce(or_, (bits.get(component.name, 0) for bits in match.present.values()), 0)
+            length = drafts[component.name] = lengths.drafted(component, anywhere, k, match.spec.page_size)
+        pages = lengths.needed(component, length, match.spec.page_size)
         wanted = sum(1 << i for i in pages) if pages.step > 1 else lengths.ones(pages.stop) & ~lengths.ones(pages.start)
         if not pages:
             continue
@@ -26,7 +32,7 @@ def at(match: Match, k: int, limit: Limit = Limit.NONE) -> Plan:
             wanted ^= here
             if here:
                 parts.append(Part(component.name, tier, np.flatnonzero(from_bits(here, k)).astype(np.int32)))
-    return Plan(k, tuple(parts), limit)
+    return Plan(k, tuple(parts), limit, drafts)
 
 
 def choose(match: Match, threshold: int, fits: Callable[[Plan], bool]) -> Plan:
@@ -65,6 +71,8 @@ def sources(plan: Plan) -> Mapping[Tier, int]:
     """How many base pages of the resumed length each tier gives; a page whose components come from several counts for the farthest."""
     farthest = np.full(plan.length, -1, dtype=np.int8)
     for part in plan.parts:
+        if part.component in plan.drafts:
+            continue
         np.maximum.at(farthest, part.pages, ORDER.index(part.tier))
     # Pages that no component needs any more (behind a window, before a snapshot) came with the page that stands for them.
     # A resume at the end of a chunk may need nothing at all (chunked layers alone); then nothing had to come from farther than the device.

@@ -9,6 +9,7 @@ import numpy as np
 
 from hicache_ray import lengths, transfer
 from hicache_ray.index import from_bits, to_bits
+from hicache_ray.keys import is_other, other, tagged
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Plan
 from hicache_ray.spec import Tier
@@ -25,22 +26,24 @@ def fits(res: Residency, match: Match, plan: Plan) -> bool:
     for component, count in need(plan).items():
         place = (Tier.HOST, component)
         used = [p.pages for p in plan.of(Tier.HOST) if p.component == component]
-        entries = res.index.find([match.keys[i] for pages in used for i in pages.tolist()])
+        entries = res.index.find(match.path.names(component, [i for pages in used for i in pages.tolist()]))
         if count > res.room(place) - int(np.count_nonzero(res.idle(place, entries))):
             return False
     return True
 
 
-def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -> Match:
-    """Publish what of a prefetch is worth something, by the one rule; returns the match as it is now, storage left out.
+def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -> None:
+    """Publish what of a prefetch is worth something, by the one rule. ``match``: what L1 and L2 have now.
 
     Pages beyond the longest resume that L1, L2 and the arrivals allow together are not kept.
     """
-    arrived = {leg.component: _pages(leg.pages, leg_bits) for leg, leg_bits in zip(moved.legs, bits, strict=True)}
-    host = match.present[Tier.HOST]
-    host = {name: present | arrived.get(name, 0) for name, present in host.items()}
-    now = replace(match, present={Tier.DEVICE: match.present[Tier.DEVICE], Tier.HOST: host})
-    k = now.longest(*ORDER)
+    host = dict(match.found[Tier.HOST])
+    for leg, leg_bits in zip(moved.legs, bits, strict=True):
+        for kind in (False, True):
+            mine = np.array([is_other(name) is kind for name in leg.keys], dtype=bool)
+            at = tagged(leg.component, kind)
+            host[at] = host.get(at, 0) | _pages(leg.pages, leg_bits & to_bits(mine))
+    k = replace(match, found={**match.found, Tier.HOST: host}).longest(*ORDER)
     keep = []
     for leg, leg_bits in zip(moved.legs, bits, strict=True):
         wanted = lengths.needed(res.spec[leg.component], k, res.spec.page_size)
@@ -50,14 +53,17 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
     for leg, leg_bits in zip(moved.legs, bits, strict=True):
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
         res.index.set_durable((Tier.HOST, leg.component), res.index.find(leg.keys), from_bits(leg_bits, len(leg.keys)))
-    return now
 
 
 def note(res: Residency, found: Match) -> None:
     """A lookup has said what L3 holds of a path: objects that it has lost since are written again by the next backup."""
-    entries = res.index.find(found.keys)
-    for component, bits in found.present[Tier.STORAGE].items():
-        res.index.set_durable((Tier.HOST, component), entries, from_bits(bits, len(entries)))
+    told = found.found[Tier.STORAGE]
+    for c in res.spec.components:
+        keys = found.keys_of(c.name)
+        for kind in (False, True):
+            if tagged(c.name, kind) in told:
+                entries = res.index.find([other(k) for k in keys] if kind else keys)
+                res.index.set_durable((Tier.HOST, c.name), entries, from_bits(told[tagged(c.name, kind)], len(entries)))
 
 
 def _pages(pages: np.ndarray, bits: int) -> int:

@@ -69,7 +69,8 @@ class Compute:
     written. ``live[state component]`` is the slot that the running state is kept in; ``resume[state component]`` the slot of the
     snapshot made at ``start`` (-1: continue with what ``live`` holds; absent at ``start == 0``: begin with zeros). ``snapshots[state
     component]``: (length, slot) pairs; when the cached length is exactly ``length`` the running state is copied to ``slot``. The length
-    is a value of the record: a snapshot belongs to the step that made it.
+    is a value of the record: a snapshot belongs to the step that made it. ``valid[draft component]``: how many tokens of a draft's cache
+    hold, at most ``start``; the draft makes up for the rest.
     """
 
     id: int
@@ -83,6 +84,7 @@ class Compute:
     resume: Mapping[str, int] = field(default_factory=dict)
     snapshots: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     timeout_s: float = 120.0
+    valid: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end(self) -> int:

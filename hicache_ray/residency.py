@@ -12,6 +12,7 @@ import numpy as np
 
 from hicache_ray.errors import Inconsistent
 from hicache_ray.index import ABSENT, Index
+from hicache_ray.keys import is_other
 from hicache_ray.lease import Lease, Leases, Place
 from hicache_ray.policy import Entries, Lru, order
 from hicache_ray.records import Slots
@@ -23,9 +24,10 @@ LOCAL = (Tier.DEVICE, Tier.HOST)
 
 @dataclass
 class Counters:
-    """What happened in one place since the start, in pages (snapshots)."""
+    """What happened in one place since the start, in pages (snapshots). ``inserted_other``: those of them whose bytes are not canonical."""
 
     inserted: int = 0
+    inserted_other: int = 0
     adopted: int = 0
     evictions: int = 0
     backups: int = 0
@@ -78,6 +80,7 @@ class Residency:
         entries = self.index.put(place, fresh, slots)
         self.pools[place].publish(slots, entries)
         self.counters[place].inserted += len(fresh)
+        self.counters[place].inserted_other += sum(map(is_other, fresh))
         self.counters[place].adopted += len(keys) - len(fresh)
         return self.index.find(keys)
 
@@ -86,6 +89,10 @@ class Residency:
         self.policies[place].forget(entries)
         slots = self.index.remove(place, entries)
         self.pools[place].withdraw(slots)
+
+    def others(self, place: Place) -> int:
+        """How many of the cached pages have bytes that are not canonical."""
+        return sum(is_other(self.index.key(entry)) for entry in self.index.in_place(place).tolist())
 
     def idle(self, place: Place, entries: Entries) -> np.ndarray:
         """Which entries are cached in the place and leased by nobody."""

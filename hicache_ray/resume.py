@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray import lengths
+from hicache_ray.keys import other, tagged
 from hicache_ray.spec import CacheSpec, Tier
 
 #: Nearest first.
@@ -26,16 +27,59 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Path:
+    """Names of a prompt's objects. Under each page key a component may have two: one of canonical bytes and one of others.
+
+    ``other[component]``: bits over base pages, where the one of other bytes is meant. Absent: canonical ones throughout.
+    ``ahead[component]``: its keys where its bytes depend on the tokens after a page as well; they may be fewer.
+    """
+
+    keys: tuple[bytes, ...]
+    other: Mapping[str, int] = field(default_factory=dict)
+    ahead: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+
+    def names(self, component: str, pages: Iterable[int] | None = None) -> list[bytes]:
+        """Names of a component's objects at these base pages, of all without."""
+        bits, keys = self.other.get(component, 0), self.ahead.get(component, self.keys)
+        chosen = range(len(keys)) if pages is None else pages
+        if not bits:
+            return list(keys) if pages is None else [keys[i] for i in chosen]
+        return [other(keys[i]) if bits >> i & 1 else keys[i] for i in chosen]
+
+
+@dataclass(frozen=True)
 class Match:
     """Availability of a prompt's pages, per tier and component (bits over base pages, see :mod:`hicache_ray.lengths`).
 
     ``allowed``: the set of lengths that the prompt itself, the caller and the grid allow. ``keys``: page keys up to its largest member.
+    ``found``: what each tier has, canonical and other bytes apart (:func:`hicache_ray.keys.tagged`). Where both are to be had, in whatever
+    tier, the canonical one is meant: ``path`` names the objects, ``present`` says where those are.
     """
 
     spec: CacheSpec
     keys: tuple[bytes, ...]
     allowed: int
-    present: Mapping[Tier, Mapping[str, int]]
+    found: Mapping[Tier, Mapping[str, int]]
+    ahead: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+    path: Path = field(init=False)
+    present: Mapping[Tier, Mapping[str, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        others: dict[str, int] = {}
+        present: dict[Tier, dict[str, int]] = {tier: {} for tier in self.found}
+        for c in self.spec.components:
+            canonical, either = 0, 0
+            for bits in self.found.values():
+                canonical |= bits.get(c.name, 0)
+                either |= bits.get(tagged(c.name, True), 0)
+            others[c.name] = either & ~canonical
+            for tier, bits in self.found.items():
+                present[tier][c.name] = bits.get(c.name, 0) | (bits.get(tagged(c.name, True), 0) & others[c.name])
+        object.__setattr__(self, "path", Path(self.keys, {name: bits for name, bits in others.items() if bits}, self.ahead))
+        object.__setattr__(self, "present", present)
+
+    def keys_of(self, component: str) -> tuple[bytes, ...]:
+        return self.ahead.get(component, self.keys)
 
     def lengths(self, *tiers: Tier) -> int:
         """The set of legal resume lengths (in pages) from these tiers together."""
@@ -53,13 +97,14 @@ class Match:
         """No tier can give more than this many pages."""
         return lengths.longest(self.allowed)
 
-    def without_storage(self) -> Match:
-        return replace(self, present={tier: bits for tier, bits in self.present.items() if tier is not Tier.STORAGE})
+    def only(self, *tiers: Tier) -> Match:
+        """What these tiers have, as if there were no others."""
+        return replace(self, found={tier: bits for tier, bits in self.found.items() if tier in tiers})
 
     def with_storage(self, found: Mapping[str, Sequence[int]]) -> Match:
         """The same with what a lookup found: per component one bitset for each rank, of which only what all have counts."""
         storage = {name: lengths.on_all(per_rank) for name, per_rank in found.items()}
-        return replace(self, present={**self.present, Tier.STORAGE: storage})
+        return replace(self, found={**self.found, Tier.STORAGE: storage})
 
 
 class Limit(str, Enum):
@@ -75,11 +120,15 @@ class Limit(str, Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """Resume at ``length`` base pages; ``parts`` are all pages that needs, each once, from the nearest tier that has it."""
+    """Resume at ``length`` base pages; ``parts`` are all pages that needs, each once, from the nearest tier that has it.
+
+    ``drafts``: how many of those pages each draft component can resume at.
+    """
 
     length: int
     parts: tuple[Part, ...]
     limit: Limit
+    drafts: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, tier: Tier) -> tuple[Part, ...]:
         return tuple(p for p in self.parts if p.tier is tier)

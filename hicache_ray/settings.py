@@ -53,8 +53,8 @@ class Settings:
                 f"choose {_near(self.track_interval, page)}"
             )
         for component in spec.components:
-            if component.role == "draft":
-                raise ConfigError(f"component {component.name!r} is a draft component; this version serves target components only")
+            if component.role == "draft" and component.is_state:
+                raise ConfigError(f"component {component.name!r} is a draft component of states; a draft component has pages")
             if component.is_state and component.reach % (self.grid or page):
                 step, of = (self.grid, "cache.grid") if self.grid else (page, "cache.page_size")
                 raise ConfigError(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Lease
 from hicache_ray.records import Merged, Record, Tokens
-from hicache_ray.resume import Limit
+from hicache_ray.resume import Limit, Path
 
 
 class Wait(Enum):
@@ -96,10 +96,10 @@ class Phase(str, Enum):
 
 @dataclass
 class Job:
-    """A request under way: what the stages have found out, and what it holds."""
+    """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's."""
 
     request: Request
-    keys: tuple[bytes, ...]
+    path: Path
     allowed: int
     phase: Phase = Phase.QUEUED
     promised: int = 0

@@ -7,8 +7,10 @@ A user reproduces a fault with it. :class:`Stack` is not a second model of the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from hicache_ray import lengths
@@ -19,12 +21,12 @@ from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.explain import differing_fields
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.keys import ANY, Namespace, as_tokens, page_keys
+from hicache_ray.keys import ANY, Namespace, as_tokens, other, page_keys, tagged
 from hicache_ray.match import match
 from hicache_ray.pool import Pool
 from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record, Tokens
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER
+from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage.memory import MemoryStore
@@ -135,7 +137,7 @@ class Stack:
                 for tier, n, layout in ((Tier.DEVICE, self.l1, "layer_first"), (Tier.HOST, self.l2, self.layout))
             }
             engine = ContentEngine(rank, self.spec, at[Tier.DEVICE], self._prompts)
-            me = Rank(rank, self.spec, at, {name: tags[rank] for name, tags in self.tags.items()})
+            me = Rank(rank, self.spec, at, {name: of[rank] for name, of in self.tags.items()})
             self._engines.append(engine)
             self._executors.append(Executor(me, mover, self.store, engine.run, self.clock))
 
@@ -275,10 +277,12 @@ class Stack:
     def probe(self, tokens: Iterable[int], limit: int | None = None, **more: Any) -> Probe:
         """How far a request could resume. Changes nothing."""
         tokens, ns = as_tokens(list(tokens)), self._namespace(more.get("namespace", {}))
-        found = match(self.res, page_keys(ns, tokens), self.cache.allowed(len(tokens), limit))
+        found = match(self.res, self._path(tokens, ns), self.cache.allowed(len(tokens), limit), not self.exact)
         assert self.store is not None
-        answer = ask(self.store, self.tags, Lookup(0, "probe", found.keys, tuple(self.pools)))
-        found = found.with_storage(answer.found)
+        told: dict[str, tuple[int, ...]] = {}
+        for keys, names in self.cache.questions(found):
+            told |= ask(self.store, self.tags, Lookup(0, "probe", keys, names)).found
+        found = found.with_storage(told)
         l1, l2, l3 = (found.longest(t) * self.page for t in ORDER)
         differs: tuple[str, ...] = ()
         if l3 < lengths.longest(found.allowed) * self.page:
@@ -287,32 +291,44 @@ class Stack:
 
     def have(self, tier: str, pool: str, tokens: Iterable[int], rank: int = 0) -> set[int]:
         """Page indices (of states: lengths) of a path that a tier has."""
-        keys = page_keys(self.ns, as_tokens(list(tokens)))
+        keys = self._path(as_tokens(list(tokens))).names(pool)
         if TIERS[tier] is Tier.STORAGE:
             assert self.store is not None
-            tag = self.tags[pool][rank]
-            bits = self.store.lookup(keys, [tag], 1.0)[tag].hit
+            tags = [self.tags[tagged(pool, kind)][rank] for kind in self._kinds]
+            bits = reduce(or_, (answer.hit for answer in self.store.lookup(keys, tags, 1.0).values()))
         else:
-            bits = self.res.index.present((TIERS[tier], pool), self.res.index.find(keys))
+            place = (TIERS[tier], pool)
+            bits = reduce(or_, (self.res.index.present(place, self.res.index.find(names)) for names in self._names(keys)))
         return {self._number(pool, i) for i in range(len(keys)) if bits >> i & 1}
 
     def drop(self, tier: str, pool: str, tokens: Iterable[int], which: Iterable[int], rank: int | None = None) -> None:
         """Remove some pages (lengths) of a path from a tier; from L3 on one rank or on all."""
-        keys = page_keys(self.ns, as_tokens(list(tokens)))
+        keys = self._path(as_tokens(list(tokens))).names(pool)
         chosen = [keys[self._index(pool, w)] for w in which]
         if TIERS[tier] is not Tier.STORAGE:
-            self.res.withdraw((TIERS[tier], pool), self.res.index.find(chosen))
+            for names in self._names(chosen):
+                entries = self.res.index.find(names)
+                self.res.withdraw((TIERS[tier], pool), entries[self.res.index.slots((TIERS[tier], pool), entries) >= 0])
             return
         assert self.store is not None
-        for tag in self.tags[pool] if rank is None else (self.tags[pool][rank],):
-            self.store.drop([k + tag for k in chosen], 1.0)
+        for kind in self._kinds:
+            of = self.tags[tagged(pool, kind)]
+            for tag in of if rank is None else (of[rank],):
+                self.store.drop([k + tag for k in chosen], 1.0)
+
+    def draft(self, rid: str, pool: str) -> int:
+        """How many tokens of its cache the draft was told to hold when the request began to compute."""
+        for envelope in self.executed[0]:
+            if isinstance(envelope.record, Compute) and envelope.record.rid == rid:
+                return envelope.record.valid[pool]
+        raise HiCacheError(f"request {rid} has not begun to compute")
 
     def read(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
         """Bytes of what the longest resume from the device would use of a pool, in canonical order."""
         tokens = as_tokens(list(tokens))
-        keys = page_keys(self.ns, tokens)
-        used = self._used(tokens, pool)
-        slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find([keys[i] for i in used]))
+        found = self._found(tokens)
+        names = found.path.names(pool, self._used(tokens, pool))
+        slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find(names))
         return b"".join(self._engines[rank].read(self.spec[pool], int(slot)) for slot in slots)
 
     def made(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
@@ -321,9 +337,24 @@ class Stack:
         engine = self._engines[rank]
         return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in self._used(tokens, pool))
 
+    def _path(self, tokens: Tokens, ns: Namespace | None = None) -> Path:
+        return self.cache.path(page_keys(ns or self.ns, tokens), tokens)
+
+    def _found(self, tokens: Tokens) -> Match:
+        """What the device alone has of a prompt."""
+        allowed = self.cache.allowed(len(tokens))
+        return match(self.res, self._path(tokens), allowed, not self.exact).only(Tier.DEVICE)
+
     def _used(self, tokens: Tokens, pool: str) -> range:
-        found = match(self.res, page_keys(self.ns, tokens), self.cache.allowed(len(tokens)))
-        return lengths.needed(self.spec[pool], found.longest(Tier.DEVICE), self.page)
+        return lengths.needed(self.spec[pool], self._found(tokens).longest(Tier.DEVICE), self.page)
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Canonical bytes, and others where they count."""
+        return (False,) if self.exact else (False, True)
+
+    def _names(self, keys: Sequence[bytes]) -> list[list[bytes]]:
+        return [[other(k) if kind else k for k in keys] for kind in self._kinds]
 
     # -- force ----------------------------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,11 @@ class ContentEngine:
     prompts: Mapping[str, Tokens]
 
     def content(self, component: Component, tokens: Tokens, end: int) -> bytes:
-        """Bytes of the page (snapshot) that ends with token ``end``: a function of component, rank and all tokens up to there."""
+        """Bytes of the page (snapshot) that ends with token ``end``: a function of component, rank and all tokens up to there.
+
+        Of a component that looks ahead also of the tokens that follow.
+        """
+        end += component.lookahead
         rank = 0 if component.shard is Shard.REPLICATED else self.rank
         name = f"{component.name}/{rank}/".encode() + np.ascontiguousarray(tokens[:end], dtype="<i4").tobytes()
         return hashlib.shake_128(name).digest(component.page_bytes(self.spec.page_size))
@@ -92,7 +96,7 @@ class ContentEngine:
                     self.write(c, slot, self.content(c, tokens, n))
                 continue
             span = self.spec.page_size * c.page_span
-            for page in range(record.start // span, record.end // span):
+            for page in range(record.valid.get(c.name, record.start) // span, record.end // span):
                 self.write(c, int(record.tables[c.name][page]), self.content(c, tokens, (page + 1) * span))
         first = record.start + len(record.feed)
         output = tuple(int(t) for t in tokens[first : first + record.steps])
@@ -116,7 +120,8 @@ class ContentEngine:
                 wrong |= any(n not in ends or n <= record.start for n, _ in record.snapshots.get(c.name, ()))
             else:
                 span, table = self.spec.page_size * c.page_span, record.tables[c.name]
-                used = range(c.lo(record.start) // span, record.start // span)
+                start = record.valid.get(c.name, record.start)
+                used = range(c.lo(start) // span, start // span)
                 wrong = any(self.read(c, int(table[p])) != self.content(c, tokens, (p + 1) * span) for p in used)
             if wrong:
                 raise EngineError(f"request {record.rid}: component {c.name!r} has wrong bytes or snapshots at length {record.start}")

@@ -16,13 +16,13 @@ from hicache_ray.index import from_bits
 from hicache_ray.lease import Lease
 from hicache_ray.records import Slots, Span, slots_array
 from hicache_ray.residency import Residency
-from hicache_ray.resume import Part
+from hicache_ray.resume import Part, Path
 from hicache_ray.spec import Tier
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One component of a transfer. ``keys`` name the pages; source and target slots are leased (storage has none)."""
+    """One component of a transfer. ``keys`` name the objects; source and target slots are leased (storage has none)."""
 
     component: str
     pages: npt.NDArray[np.int32]
@@ -53,12 +53,12 @@ class Transfer:
         return any(len(leg.keys) for leg in self.legs)
 
 
-def begin(res: Residency, holder: str, target: Tier, parts: Sequence[Part], keys: Sequence[bytes]) -> Transfer:
+def begin(res: Residency, holder: str, target: Tier, parts: Sequence[Part], path: Path) -> Transfer:
     """Lease the source pages and as many free slots in ``target`` (the caller has made room). All parts come from one tier."""
     legs = []
     source = parts[0].tier if parts else target
     for part in parts:
-        names = tuple(keys[i] for i in part.pages.tolist())
+        names = tuple(path.names(part.component, part.pages.tolist()))
         give = take = None
         if source is not Tier.STORAGE:
             place = (source, part.component)

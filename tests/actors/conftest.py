@@ -15,11 +15,13 @@ from tests.actors.rig import Tier, ray_folders, shared_memory, small
 @pytest.fixture(scope="session")
 def tier() -> Iterator[Tier]:
     config = load(flags=small()).config
+    others = set(psutil.Process().children())  # of other tests in this run, such as a tracker that multiprocessing keeps
     running = cluster.start(config)
+    mine = [child for child in psutil.Process().children() if child not in others]
     try:
         yield Tier(running)
     finally:
-        processes = psutil.Process().children(recursive=True)
+        processes = [p for top in mine if top.is_running() for p in (top, *top.children(recursive=True))]
         folders = ray_folders(processes)
         running.stop()
     assert folders

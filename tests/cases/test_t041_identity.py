@@ -63,10 +63,10 @@ HALF = (Field("k", 1, 4), Field("v", 1, 4))
     ids=["kv dtype", "head split", "pipeline stage", "grid"],
 )
 def test_t041_these_change_the_objects_under_equal_page_keys(fields: tuple[str, ...], changed: dict[str, Any]) -> None:
-    one = stack_of(recipe={"grid": "256"})
+    one = stack_of(recipe={"grid": "256"}, exact=True, grid=64)
     one.put(PROMPT)
     one.settle()
-    more = {"recipe": {"grid": "256"}} | changed
+    more = {"recipe": {"grid": "256"}, "exact": True, "grid": 64} | changed
     two = stack_of(more.pop("component", None), store=one.store, **more)
     assert page_keys(one.ns, as_tokens(PROMPT)) == page_keys(two.ns, as_tokens(PROMPT))
     assert not set(one.tags["full"]) & set(two.tags["full"])
@@ -88,7 +88,7 @@ from hicache_ray.keys import Namespace, as_tokens, object_record, page_keys, tag
 from hicache_ray.spec import CacheSpec, Component, Field, Kind
 ns = Namespace("llama", "r1", "", "tenant", 64)
 kv = Component("full", Kind.FULL, (Field("k", 2, 4), Field("v", 2, 4)), (0, 1))
-tag = tag_of(object_record(CacheSpec("test", 64, (kv,), 1), kv, 0, {"grid": "256"}))
+tag = tag_of(object_record(CacheSpec("test", 64, (kv,), 1), kv, 0, {"bytes": "canonical", "grid": "256"}))
 print(json.dumps([[k.hex() for k in page_keys(ns, as_tokens(range(1, 300)))], tag.hex()]))
 """
 

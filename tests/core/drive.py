@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_ray.group import STORE, Envelope
-from hicache_ray.keys import as_tokens, page_keys
+from hicache_ray.keys import as_tokens, page_keys, page_of
 from hicache_ray.records import Outcome, Tokens
 from hicache_ray.spec import Tier
 from hicache_ray.store import KEY_BYTES
@@ -102,7 +102,7 @@ def all_bytes_are_right(stack: Stack, prompts: Iterable[Sequence[int]]) -> int:
             pool = stack._executors[rank]._rank.pools[tier][name]
             rows = [pool.rows(f.name) for f in component.fields]
             for entry, slot in zip(entries.tolist(), stack.res.slots(place, entries).tolist(), strict=True):
-                tokens, end = known[stack.res.index.key(entry)]
+                tokens, end = known[page_of(stack.res.index.key(entry))]
                 have = b"".join(row[slot].contiguous().numpy().tobytes() for row in rows)
                 assert have == engine.content(component, tokens, end), f"{tier.value} {name} of rank {rank}, length {end}"
                 compared += 1
@@ -111,7 +111,7 @@ def all_bytes_are_right(stack: Stack, prompts: Iterable[Sequence[int]]) -> int:
 
 def _stored_bytes_are_right(stack: Stack, known: Mapping[bytes, tuple[Tokens, int]]) -> int:
     assert stack.store is not None
-    owners = {tag: (name, rank) for name, tags in stack.tags.items() for rank, tag in enumerate(tags)}
+    owners = {tag: (name.rstrip("~"), rank) for name, tags in stack.tags.items() for rank, tag in enumerate(tags)}
     ids = [i for i in stack.store.scan() if i[:KEY_BYTES] in known and i[KEY_BYTES:] in owners]
     for i in ids:
         name, rank = owners[i[KEY_BYTES:]]

@@ -239,5 +239,5 @@ def test_bad_settings_are_refused_with_a_sentence() -> None:
         Stack(exact=True, grid=256, pools={"state": state(128)})
     with pytest.raises(ConfigError, match="a snapshot every 100 tokens, which is not a multiple of cache.page_size 64; choose 64 or 128"):
         Stack(pools={"state": state(100)})
-    with pytest.raises(ConfigError, match="component 'draft' is a draft component; this version serves target components only"):
-        Stack(pools={"full": full(), "draft": full(role="draft", lookahead=1)})
+    with pytest.raises(ConfigError, match="component 'draft' is a draft component of states; a draft component has pages"):
+        Stack(pools={"full": full(), "draft": state(128, role="draft")})
