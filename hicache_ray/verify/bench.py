@@ -28,7 +28,7 @@ Spot = tuple[str, int]
 
 def room(spec: CacheSpec, settings: Settings, prompt: int, new: int) -> dict[str, int]:
     """Slots per component for one request; a snapshot to resume from included."""
-    need = compute.need(spec, settings, compute.Shape.of(0, prompt, new))
+    need = compute.need(spec, settings, compute.Shape.cold(prompt, new))
     return {name: n + spec[name].is_state for name, n in need.items()}
 
 

@@ -68,7 +68,7 @@ def inexact(subject: Subject, interfere: Interference = nothing) -> Check:
     settings = subject.settings(exact=False, track=track)
     whole = room(subject.spec, settings, first + new + more, subject.sizes.new)
     slots = {name: 2 * max(n, whole[name]) + 1 for name, n in room(subject.spec, settings, first, new).items()}
-    setup = Setup(settings, "page_first", "auto", slots, subject.recipe(exact=False))
+    setup = Setup(settings, "page_first", "auto", slots, subject.recipe())
     with Replica(Bench(subject.loaded, slots), setup, subject.store) as replica:
         replica.put(subject.request("first", subject.tokens(first, 3), "inexact", new))
         made = replica.bench.lives["first"]
@@ -115,7 +115,7 @@ def _resumed_in_decode(start: int, longest: int, prompt: int) -> Iterator[str]:
 def _longest(subject: Subject, track: int, prompt: int, new: int, count: int) -> int:
     """The largest legal length of a prompt of ``count`` tokens, by the one rule, from all that the first turn has made."""
     spec, settings = subject.spec, subject.settings(exact=False, track=track)
-    shape = compute.Shape.of(0, prompt, new)
+    shape = compute.Shape.cold(prompt, new)
     present = {}
     for c in spec.components:
         ends = range(spec.page_size * c.page_span, shape.end + 1, spec.page_size * c.page_span)

@@ -60,8 +60,8 @@ class Subject:
             lookup_deadline_s=STORAGE_S, prefetch_base_s=STORAGE_S, prefetch_cap_s=STORAGE_S, copy_deadline_s=STORAGE_S,
         )  # fmt: skip
 
-    def recipe(self, exact: bool = True) -> Mapping[str, str]:
-        return {"grid": str(self.sizes.grid), "verify": "exact"} if exact else {}
+    def recipe(self) -> Mapping[str, str]:
+        return {"grid": str(self.sizes.grid), "engine": "verify"}
 
     def request(self, rid: str, tokens: Tokens, world: str, new: int | None = None) -> Request:
         """``world``: requests of one world share pages."""
