@@ -21,7 +21,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "group": ("group",),
     "tools": (
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
-        *("ask", "digest", "executor", "probe_result", "testing", "testing_parts"),
+        *("ask", "digest", "executor", "probe_result", "testing", "testing_parts", "testing_queues"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
