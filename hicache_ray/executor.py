@@ -38,7 +38,10 @@ class Rank:
 
 
 class Executor:
-    """Executes records for one rank. ``engine``: runs compute records. ``store``: None where L3 is not attached. ``clock``: seconds."""
+    """Executes records for one rank. ``engine``: runs compute records. ``store``: None where L3 is not attached. ``clock``: seconds.
+
+    Raises :class:`~hicache_ray.errors.ConfigError` where a device pool and its host pool do not fit each other, or the io backend.
+    """
 
     def __init__(
         self, rank: Rank, mover: Mover, store: Store | None, engine: Callable[[Compute], Outcome], clock: Callable[[], float]
@@ -48,7 +51,9 @@ class Executor:
         self._mover = mover
         self._engine = engine
         self.store = store
-        self._copiers: dict[tuple[Tier, Tier, str], Copier] = {}
+        ways = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+        # Made now, so that pools that do not fit each other are refused at start and not at the first copy.
+        self._copiers = {(of, to, c.name): self._copier(of, to, c.name) for of, to in ways for c in rank.spec.components}
         self._staging: dict[str, tuple[Pool, Copier, Copier]] = {}
         for component in rank.spec.components:
             host = rank.pools[Tier.HOST][component.name]
@@ -112,7 +117,7 @@ class Executor:
 
     def _cross(self, record: Move) -> None:
         """Between device and host."""
-        pairs = [(self._copier(record.source, record.target, span.component), span) for span in record.spans]
+        pairs = [(self._copiers[(record.source, record.target, span.component)], span) for span in record.spans]
         if self._mover.order is None:
             for copier, span in pairs:
                 copier.copy(span.source, span.target)
@@ -136,10 +141,7 @@ class Executor:
         return max(0.0, until - self._clock())
 
     def _copier(self, source: Tier, target: Tier, component: str) -> Copier:
-        at = (source, target, component)
-        if at not in self._copiers:
-            self._copiers[at] = Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
-        return self._copiers[at]
+        return Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
 
     def _write(self, store: Store, span: Span, until: float) -> int:
         """L2 to L3. A replicated page is written by one rank, chosen by its key so that the work is spread."""
