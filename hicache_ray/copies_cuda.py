@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hicache_ray.copies_cudart import Runtime
-from hicache_ray.copies_jobs import Pages
+from hicache_ray.copies_jobs import Ints, Pages
 from hicache_ray.copies_kernel import SOURCE, WIDTHS, launches
 from hicache_ray.copies_queues import Device, Queue
 from hicache_ray.errors import ConfigError, GroupLost
@@ -108,7 +108,9 @@ class CudaDevice:
     def memory(self, tier: Tier, size: int) -> torch.Tensor:
         """A pool's memory: zeroed on the device, pinned on the host."""
         if tier is Tier.DEVICE:
-            return torch.zeros(size, dtype=torch.uint8, device=self.device)
+            out = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # no copy finds it half zeroed
+            return out
         pinned = Pinned(size, self.runtime)
         self._pinned.append(pinned)
         return torch.from_numpy(pinned.bytes)
@@ -160,6 +162,7 @@ class KernelDevice(CudaDevice):
 
         self._cupy = cupy
         self._mapped: dict[int, int] = {}
+        self._last: tuple[Ints, Ints, torch.Tensor] | None = None
         with cupy.cuda.Device(self.device.index or 0):
             self._kernels = {width: cupy.RawKernel(SOURCE, f"hc_copy_{width}") for width in WIDTHS}
             for kernel in self._kernels.values():
@@ -172,14 +175,24 @@ class KernelDevice(CudaDevice):
     def copy(self, pages: Pages, label: str) -> None:
         pages = replace(pages, source=self._mapped.get(pages.source, pages.source), target=self._mapped.get(pages.target, pages.target))
         index = self.device.index or 0
-        # Slots go through torch's allocators, which reuse neither side before the stream is done with it.
-        with torch.cuda.stream(self._stream):
-            slots = torch.from_numpy(np.stack([pages.of, pages.to])).pin_memory().to(self.device, non_blocking=True)
+        slots = self._slots_of(pages)
         with self._cupy.cuda.Device(index), self._cupy.cuda.ExternalStream(self._stream.cuda_stream, index):
             for launch in launches(pages):
                 numbers = [np.int64(n) for n in (slots[0].data_ptr(), slots[1].data_ptr(), *launch.numbers)]
                 blocks = min(BLOCKS, -(-launch.total // BLOCK))
                 self._kernels[launch.width]((blocks,), (BLOCK,), tuple(numbers))
+
+
+    def _slots_of(self, pages: Pages) -> torch.Tensor:
+        """[2, pages]: the slots where the kernel can read them; the layers of one load share them.
+
+        They go through torch's allocators, which reuse neither side before the stream is done with it.
+        """
+        if self._last is None or self._last[0] is not pages.of or self._last[1] is not pages.to:
+            with torch.cuda.stream(self._stream):
+                slots = torch.from_numpy(np.stack([pages.of, pages.to])).pin_memory().to(self.device, non_blocking=True)
+            self._last = pages.of, pages.to, slots
+        return self._last[2]
 
 
 class Pinned:

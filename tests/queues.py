@@ -29,6 +29,19 @@ def slow(queue: Queue) -> Delay:
     return lambda of, _: 0.05 if of is queue else 0.001
 
 
+#: Where a case runs: on plain memory (None), or on devices with queues of which one is slow; each host layout once.
+WHERE = pytest.mark.parametrize(
+    ("layout", "queue"),
+    [("page_first_direct", None), ("layer_first", Queue.COPY), ("page_first", Queue.COMPUTE), ("page_head", Queue.COPY)],
+    ids=["plain memory", "slow copies", "slow engine", "slow copies, head first"],
+)
+
+
+def devices(queue: Queue | None, ranks: int = 1) -> tuple[FakeDevice, ...]:
+    """One for each rank of a :class:`hicache_ray.testing.Stack`; none: its copies are done when they return."""
+    return tuple(FakeDevice(slow(queue)) for _ in range(ranks)) if queue is not None else ()
+
+
 def without_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     """No queue waits for the other any more."""
     monkeypatch.setattr(Order, "_hold", lambda *_: None)

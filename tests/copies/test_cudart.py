@@ -21,9 +21,9 @@ from hicache_ray.copies_cudart import Attributes, Runtime
 from hicache_ray.copies_jobs import Pages
 from hicache_ray.errors import ConfigError, GroupLost
 from hicache_ray.layout import ORDERS
-from tests.copies.conftest import compiler
 from tests.copies.test_kernel import COMPONENTS, filled, pages_of
 from tests.layout_twin import copy_naively
+from tests.on_host import compiler
 
 DECLARED = """
 #include <stddef.h>

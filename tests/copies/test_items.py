@@ -24,7 +24,7 @@ from hicache_ray.spec import CacheSpec, Component, Field, Kind, Tier
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
 from hicache_ray.storage.memory import MemoryStore
 from hicache_ray.store import Store
-from tests.copies.conftest import OnHost
+from tests.on_host import OnHost
 from tests.queues import slow
 
 PAGE, SLOTS = 4, 7

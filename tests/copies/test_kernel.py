@@ -20,8 +20,8 @@ from hicache_ray.layout import ORDERS
 from hicache_ray.pool import Pool
 from hicache_ray.records import slots_array
 from hicache_ray.spec import Component, Field, Kind
-from tests.copies.conftest import OnHost, build, compiler, load
 from tests.layout_twin import copy_naively, kv, state
+from tests.on_host import OnHost, build, compiler, load
 
 NVCC = shutil.which("nvcc")
 CPU = Backend("direct", "cpu", tuple(ORDERS))
