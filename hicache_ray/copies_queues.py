@@ -174,8 +174,10 @@ class Order:
         self._arriving: dict[tuple[str, int], int] = {}
 
     def attach(self, place: Place, slots: int, layers: int) -> None:
-        """A pool that copies and the engine touch. Known already (its numbers stay) after the first time."""
-        self._fences.setdefault(place, Fence(slots, layers))
+        """A pool that copies and the engine touch. Its numbers stay where it is known already; nothing may be under way where it grows."""
+        known = self._fences.get(place)
+        if known is None or known.copied_to.shape != (slots, layers):
+            self._fences[place] = Fence(slots, layers)
 
     # -- copies -------------------------------------------------------------------------------------------------------------------
 
