@@ -6,6 +6,7 @@ layout of the attributes) are CUDA's own.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import itertools
 import shutil
@@ -22,6 +23,7 @@ from hicache_ray.copies_jobs import Pages
 from hicache_ray.errors import ConfigError, GroupLost
 from hicache_ray.layout import ORDERS
 from tests.copies.test_kernel import COMPONENTS, filled, pages_of
+from tests.layers import product
 from tests.layout_twin import copy_naively
 from tests.on_host import compiler
 
@@ -181,3 +183,16 @@ def test_without_a_gpu_cuda_is_refused_at_start_with_the_reason() -> None:
     for setting in ("auto", "direct", "kernel"):
         with pytest.raises(ConfigError, match=r'"kernel" cannot run: torch finds no CUDA device|no CUDA device'):
             choose(setting, "cuda:0", "page_first")
+
+
+def test_nothing_on_the_way_of_a_request_waits_for_a_device() -> None:
+    """The one synchronise in the package is of a stream of our own, when a backend is opened."""
+    found = {
+        (module.name, function.name)
+        for module in product()
+        for function in ast.walk(ast.parse(module.source))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and "synchronize" in node.attr.lower()
+    }
+    assert found == {("hicache_ray.copies_cuda", "_batch_works")}
