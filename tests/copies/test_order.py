@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 
@@ -10,10 +11,11 @@ import pytest
 
 from hicache_ray import copies_queues
 from hicache_ray.copies_fake import FakeDevice
-from hicache_ray.copies_queues import Order, Queue, Timeline
+from hicache_ray.copies_queues import Leg, Order, Queue, Timeline, layer_steps
 from hicache_ray.errors import GroupLost, HiCacheError
 from hicache_ray.records import Compute, Digest, Outcome, slots_array
 from hicache_ray.spec import Tier
+from hicache_ray.testing import full, state
 from tests.queues import PAGE, SLOTS, Rig, slow, without_fences
 
 FENCED = pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "without fences"])
@@ -167,6 +169,34 @@ def test_once_it_has_arrived_no_layer_waits() -> None:
     rig.device.wait = wait  # type: ignore[method-assign]
     rig.device.settle()
     assert (waits, good) == ([], [True] * 4)
+
+
+@pytest.mark.parametrize("first", ["engine", "load"])
+def test_a_slot_that_a_record_only_writes(first: str) -> None:
+    """As a snapshot's is. The later of record and load is what the slot holds in the end, though the earlier one's queue is slow."""
+    rig = Rig(slow(Queue.COMPUTE if first == "engine" else Queue.COPY))
+    rig.mover.by_layer()
+    rig.fill(Tier.HOST, 3, 1)
+
+    def record() -> None:
+        assert rig.mover.order is not None
+        with rig.mover.order.computing({}, {rig.name: slots_array([0])}):
+            rig.enqueue_fill(0, 2)
+
+    for act in (record, lambda: rig.load(3, 0)) if first == "engine" else (lambda: rig.load(3, 0), record):
+        act()
+    rig.device.settle()
+    assert rig.is_filled(Tier.DEVICE, 0, 1 if first == "engine" else 2)
+
+
+def test_states_come_first_and_together() -> None:
+    """An engine reads them before its first layer."""
+    none = np.zeros(1, dtype=np.int64)
+    parts = [replace(full(), name="a", layers=(0, 3)), replace(state(), name="s", layers=(1, 2)), replace(full(), name="b", layers=(0, 1))]
+    steps = layer_steps([Leg(c, None, none, none) for c in parts])  # type: ignore[arg-type]
+    assert [[(leg.component.name, layer) for leg, layer in step.parts] for step in steps] == [
+        [("s", None)], [("a", 0), ("b", 0)], [("b", 1)], [("a", 1)],
+    ]  # fmt: skip
 
 
 # -- threads that touch host bytes themselves -------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ class Life:
 
     def act(self) -> None:
         others = (self.begin, self.prefetch, self.go_on, self.abort, self.evict, self.flush)
+        others += (self.empty_device,) if self.slow else ()
         self.rng.choice((self.deliver,) * 4 + others)()
         if self.rng.random() < 0.03:
             self.pass_time(self.rng.choice([0.5, 2.5, 40.0]))
@@ -129,6 +130,12 @@ class Life:
         tier = self.rng.choice([Tier.DEVICE, Tier.HOST])
         res = self.stack.res
         self.stack.group.evict(tier, {name: self.rng.randint(0, res.room((tier, name))) for name in self.stack.pools})
+        self.stack._collect()
+
+    def empty_device(self) -> None:
+        """What comes next has to be loaded."""
+        res = self.stack.res
+        self.stack.group.evict(Tier.DEVICE, {name: res.room((Tier.DEVICE, name)) for name in self.stack.pools})
         self.stack._collect()
 
     def flush(self) -> None:
@@ -218,4 +225,11 @@ def check_life(seed: int, slow_queue: Queue | None = None) -> int:
     stack.put(tokens)
     stack.settle()
     assert stack.put(tokens).computed == len(tokens) - stack.probe(tokens).reusable
+    for prompt in life.prompts if slow_queue else ():  # from host and storage, several under way at once
+        stack.group.evict(Tier.DEVICE, {name: stack.res.room((Tier.DEVICE, name)) for name in stack.pools})
+        stack._collect()
+        stack.begin(prompt)
+    stack.settle()
+    at_rest(stack)
+    all_bytes_are_right(stack, life.prompts)
     return served
