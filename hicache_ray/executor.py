@@ -186,8 +186,8 @@ class Executor:
         return self._rank.spec[component].shard is not Shard.REPLICATED or key[0] % self._rank.spec.ranks == self._rank.rank
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
-        tags = {kind: self._rank.tags[tagged(span.component, kind)] for kind in (False, True)}
-        return [page_of(span.keys[i]) + tags[is_other(span.keys[i])] for i in items]
+        names = [span.keys[i] for i in items]
+        return [page_of(name) + self._rank.tags[tagged(span.component, is_other(name))] for name in names]
 
 
 def touched_slots(spec: CacheSpec, record: Compute) -> tuple[dict[str, Slots], dict[str, Slots]]:
