@@ -18,7 +18,7 @@ from hicache_ray.config import Config
 from hicache_ray.errors import GroupLost
 from hicache_ray.lease import Place
 from hicache_ray.records import Compute, Outcome, Record
-from hicache_ray.spec import CacheSpec, Tier
+from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage import ArenaClient
 
 log = logging.getLogger("hicache_ray.actors")
@@ -63,12 +63,16 @@ class RankShell:
         config = self.setup.config
         loaded = build(self.setup.folder, config.cache.page_size, config.model.dtype, self.setup.rank, config.model.tp)
         self.spec: CacheSpec = loaded.spec
-        self.pools = {
-            tier: {c.name: Pool(c, loaded.spec.page_size, self.setup.capacity[(tier, c.name)], layout) for c in loaded.spec.components}
-            for tier, layout in ((Tier.DEVICE, config.cache.device_layout), (Tier.HOST, config.cache.layout))
-        }
-        self.mover = Mover(choose(config.cache.io_backend, "cpu", config.cache.layout))
-        self.engine = Engine(loaded.model, loaded.spec, self.pools[Tier.DEVICE])
+        device = str(loaded.model.device)
+        self.mover = mover = Mover(choose(config.cache.io_backend, device, config.cache.layout), device=device)
+
+        def pool(tier: Tier, c: Component, layout: str) -> Pool:
+            slots, page = self.setup.capacity[(tier, c.name)], loaded.spec.page_size
+            return Pool(c, page, slots, layout, mover.buffer(tier, slots * c.page_bytes(page)))
+
+        layouts = ((Tier.DEVICE, config.cache.device_layout), (Tier.HOST, config.cache.layout))
+        self.pools = {tier: {c.name: pool(tier, c, layout) for c in loaded.spec.components} for tier, layout in layouts}
+        self.engine = Engine(loaded.model, loaded.spec, self.pools[Tier.DEVICE], self.mover.by_layer())
         return {"spec": loaded.spec, "engine": fingerprint(loaded.model), "note": self.mover.note, "pid": os.getpid()}
 
     @ray.method(concurrency_group="compute")
@@ -91,7 +95,7 @@ class RankShell:
             self.store = ArenaClient(setup.socket)
         rank = Rank(setup.rank, self.spec, self.pools, tags)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
-        if note := self_test(rank, self.executor.execute, self.store, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
+        if note := self_test(rank, self.executor, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
             log.warning("rank %d: %s", setup.rank, note)
         engine = setup.config.engine
         join(TpConfig(setup.rank, setup.config.model.tp, port, address, JOIN_S, engine.gloo_timeout_s))

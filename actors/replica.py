@@ -112,6 +112,8 @@ class CacheGroup:
         if not await self._answers(self.coordinator):
             self.coordinator = await self._new_coordinator()  # its process starts while the ranks load
         loaded = await _together(fresh, [r.load.remote() for r in fresh], START_S, "load the model")
+        for note in {told["note"] for told in loaded} - {""}:
+            log.warning("the ranks of replica %s say: %s", self.place.replica, note)
         if loaded:
             self._recipe = dict(recipe_of(self.config, loaded[0]["engine"]))
         port, patience_s = _free_port(), drain_s(self.config) + JOIN_S

@@ -1,23 +1,26 @@
 """Performs what the core decides, for one rank: moves pages between its pools and L3, digests them, hands compute records to the engine.
 
 The same code runs in a rank actor and in the test kit. It raises only when the group is lost; whatever else failed is in the outcome, and
-a bit that is not set says that the page has not arrived.
+a bit that is not set says that the page has not arrived. On a device with queues of its own a page "has arrived" when the copy is enqueued:
+whatever uses it afterwards, on the device or here, is held back until it is there (:mod:`hicache_ray.copies_queues`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
 from hicache_ray.copies import Copier, Mover
+from hicache_ray.copies_queues import Leg
 from hicache_ray.digest import digest_pages
 from hicache_ray.errors import GroupLost, HiCacheError, StoreError
 from hicache_ray.keys import is_other, page_of, tagged
 from hicache_ray.layout import CANONICAL
 from hicache_ray.pool import Pool, Pools
-from hicache_ray.records import Compute, Digest, Move, Outcome, Record, Slots, Span
+from hicache_ray.records import Compute, Digest, Move, Outcome, Record, Slots, Span, slots_array
 from hicache_ray.spec import CacheSpec, Shard, Tier
 from hicache_ray.store import Store
 
@@ -36,7 +39,10 @@ class Rank:
 
 
 class Executor:
-    """Executes records for one rank. ``engine``: runs compute records. ``store``: None where L3 is not attached. ``clock``: seconds."""
+    """Executes records for one rank. ``engine``: runs compute records. ``store``: None where L3 is not attached. ``clock``: seconds.
+
+    Raises :class:`~hicache_ray.errors.ConfigError` where a device pool and its host pool do not fit each other, or the io backend.
+    """
 
     def __init__(
         self, rank: Rank, mover: Mover, store: Store | None, engine: Callable[[Compute], Outcome], clock: Callable[[], float]
@@ -46,12 +52,27 @@ class Executor:
         self._mover = mover
         self._engine = engine
         self.store = store
-        self._copiers: dict[tuple[Tier, Tier, str], Copier] = {}
+        ways = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+        # Made now, so that pools that do not fit each other are refused at start and not at the first copy.
+        self._copiers = {(of, to, c.name): self._copier(of, to, c.name) for of, to in ways for c in rank.spec.components}
         self._staging: dict[str, tuple[Pool, Copier, Copier]] = {}
         for component in rank.spec.components:
             host = rank.pools[Tier.HOST][component.name]
             if not host.contiguous_pages:
                 self._staging[component.name] = self._stage(host)
+        if mover.order is not None:
+            self._attach()
+
+    def _attach(self) -> None:
+        """Pools of a device with queues: what cannot be copied is refused now, and what an earlier executor has enqueued is done."""
+        order = self._mover.order
+        assert order is not None
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for name, pool in self._rank.pools[tier].items():
+                order.attach((tier, name), pool.slots, pool.geometry.layers)
+                if tier is Tier.HOST:
+                    order.device.accept(pool.buffer.data_ptr())
+        order.drain()
 
     def _stage(self, host: Pool) -> tuple[Pool, Copier, Copier]:
         slots = max(1, min(host.slots, STAGING_BYTES // host.page_bytes))
@@ -62,9 +83,12 @@ class Executor:
         """Do what the record says; partial success is in the bits, trouble in ``error``."""
         try:
             if isinstance(record, Compute):
-                return self._engine(record)
+                with self._computing(record):
+                    return self._engine(record)
             if isinstance(record, Digest):
                 device = self._rank.pools[Tier.DEVICE]
+                for component, slots in record.slots.items():
+                    self.settle(Tier.DEVICE, component, slots)
                 return Outcome(digests={c: digest_pages(device[c], slots.tolist()) for c, slots in record.slots.items()})
             if isinstance(record, Move):
                 return self._move(record)
@@ -76,8 +100,7 @@ class Executor:
 
     def _move(self, record: Move) -> Outcome:
         if Tier.STORAGE not in (record.source, record.target):
-            for span in record.spans:
-                self._copier(record.source, record.target, span.component).copy(span.source, span.target)
+            self._cross(record)
             return Outcome(bits=tuple((1 << len(s)) - 1 for s in record.spans))
         if self.store is None:
             return Outcome(error="storage is not attached")
@@ -93,18 +116,38 @@ class Executor:
                 error = str(failure)
         return Outcome(bits=tuple(bits), error=error)
 
+    def _cross(self, record: Move) -> None:
+        """Between device and host."""
+        pairs = [(self._copiers[(record.source, record.target, span.component)], span) for span in record.spans]
+        if self._mover.order is None:
+            for copier, span in pairs:
+                copier.copy(span.source, span.target)
+            return
+        legs = [Leg(copier.source.component, copier, *copier.checked(span.source, span.target)) for copier, span in pairs]
+        self._mover.order.copy(record.source, record.target, legs)
+
+    def _computing(self, record: Compute) -> AbstractContextManager[None]:
+        """Around the engine's work: copies and forwards that touch the same device slots keep their order."""
+        if self._mover.order is None:
+            return nullcontext()
+        reads, writes = touched_slots(self._rank.spec, record)
+        return self._mover.order.computing(reads, writes)
+
+    def settle(self, tier: Tier, component: str, slots: Slots, write: bool = False, timeout_s: float | None = None) -> None:
+        """Before this thread reads (writes) slots itself: what is enqueued for them is done."""
+        if self._mover.order is not None:
+            self._mover.order.join((tier, component), slots, write, timeout_s)
+
     def _left(self, until: float) -> float:
         return max(0.0, until - self._clock())
 
     def _copier(self, source: Tier, target: Tier, component: str) -> Copier:
-        at = (source, target, component)
-        if at not in self._copiers:
-            self._copiers[at] = Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
-        return self._copiers[at]
+        return Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
 
     def _write(self, store: Store, span: Span, until: float) -> int:
         """L2 to L3. A replicated page is written by one rank, chosen by its key so that the work is spread."""
         mine = [i for i, key in enumerate(span.keys) if self._writes(span.component, key)]
+        self.settle(Tier.HOST, span.component, span.source[mine], timeout_s=self._left(until))
         done = ((1 << len(span)) - 1) ^ sum(1 << i for i in mine)
         for batch, views in self._views(span.component, mine, span.source, fill=True):
             put = store.put(self._ids(span, batch), views, self._left(until))
@@ -114,6 +157,7 @@ class Executor:
     def _read(self, store: Store, span: Span, until: float) -> int:
         """L3 to L2."""
         done = 0
+        self.settle(Tier.HOST, span.component, span.target, write=True, timeout_s=self._left(until))
         staged = self._staging.get(span.component)
         for batch, views in self._views(span.component, list(range(len(span))), span.target, fill=False):
             got = store.get(self._ids(span, batch), views, self._left(until))
@@ -142,5 +186,21 @@ class Executor:
         return self._rank.spec[component].shard is not Shard.REPLICATED or key[0] % self._rank.spec.ranks == self._rank.rank
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
-        tags = {kind: self._rank.tags[tagged(span.component, kind)] for kind in (False, True)}
-        return [page_of(span.keys[i]) + tags[is_other(span.keys[i])] for i in items]
+        names = [span.keys[i] for i in items]
+        return [page_of(name) + self._rank.tags[tagged(span.component, is_other(name))] for name in names]
+
+
+def touched_slots(spec: CacheSpec, record: Compute) -> tuple[dict[str, Slots], dict[str, Slots]]:
+    """Device slots that a record reads, and that it writes, of each component."""
+    reads, writes = {}, {}
+    for c in spec.components:
+        if c.is_state:
+            live = [record.live[c.name]] if c.name in record.live else []
+            resumed = record.resume.get(c.name, -1)
+            reads[c.name] = slots_array([*live, *([resumed] if resumed >= 0 else [])])
+            writes[c.name] = slots_array([*live, *(slot for _, slot in record.snapshots.get(c.name, ()))])
+        else:
+            table = record.tables.get(c.name, slots_array())
+            own = table[record.valid.get(c.name, record.start) // (spec.page_size * c.page_span) :]
+            reads[c.name], writes[c.name] = table[table >= 0], own[own >= 0]
+    return reads, writes

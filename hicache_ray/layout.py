@@ -66,6 +66,10 @@ class View:
     token: int
     head: int
 
+    def at(self, layer: int) -> View:
+        """The same field of one layer only."""
+        return replace(self, offset=self.offset + layer * self.layer)
+
 
 def views(order: tuple[str, ...], geometry: Geometry, slots: int) -> tuple[View, ...]:
     """The view of every field of a pool with ``slots`` pages in this order of axes."""
@@ -133,6 +137,11 @@ def copy_plan(source: tuple[View, ...], target: tuple[View, ...], geometry: Geom
             first, second = out[-2:]
             out[-2:] = [_coalesce(replace(first, run=first.run + second.run))]
     return tuple(out)
+
+
+def layer_plan(source: tuple[View, ...], target: tuple[View, ...], geometry: Geometry, layer: int) -> tuple[Strided, ...]:
+    """How one layer of a page moves."""
+    return copy_plan(tuple(v.at(layer) for v in source), tuple(v.at(layer) for v in target), replace(geometry, layers=1))
 
 
 def _continues(a: Strided, b: Strided) -> bool:

@@ -7,7 +7,7 @@ end tells where it came from, and a mix-up can be named by its axis. A model wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import LayoutBroken, StoreError
-from hicache_ray.executor import Rank
+from hicache_ray.executor import Executor, Rank
 from hicache_ray.keys import Namespace, chain
 from hicache_ray.pool import Pool
-from hicache_ray.records import Move, Outcome, Slots, Span
+from hicache_ray.records import Move, Slots, Span
 from hicache_ray.spec import Component, Tier
-from hicache_ray.store import Store
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -67,18 +66,18 @@ class Way:
     blocks: list[Block] = field(default_factory=list)
 
 
-def self_test(rank: Rank, execute: Callable[[Move], Outcome], store: Store | None, nonce: str, timeout_s: float = 2.0) -> str:
+def self_test(rank: Rank, executor: Executor, nonce: str, timeout_s: float = 2.0) -> str:
     """Raises :class:`LayoutBroken`, with the axis, where a byte does not arrive in its place. The pools must be empty; a few of their
     slots are overwritten. ``nonce``: unlike for all ranks that share the store. Returns a note for the operator: why storage was left out,
     or empty. What was stored is dropped again.
     """
-    return _Journey(rank, execute, store, nonce, timeout_s).run()
+    return _Journey(rank, executor, nonce, timeout_s).run()
 
 
 class _Journey:
-    def __init__(self, rank: Rank, execute: Callable[[Move], Outcome], store: Store | None, nonce: str, timeout_s: float) -> None:
-        self.rank, self.execute, self.store, self.timeout_s = rank, execute, store, timeout_s
-        self.note = "" if store is not None else "the self-test left storage out: it is not attached"
+    def __init__(self, rank: Rank, executor: Executor, nonce: str, timeout_s: float) -> None:
+        self.rank, self.executor, self.store, self.timeout_s = rank, executor, executor.store, timeout_s
+        self.note = "" if self.store is not None else "the self-test left storage out: it is not attached"
         self.ways = list(self._ways())
         self.total = 1 + sum(block.size for way in self.ways for block in way.blocks)
         self.check = -(-self.total.bit_length() // 8)  # number of the check digit; the digits are those before it
@@ -117,40 +116,38 @@ class _Journey:
         return self.note
 
     def _round(self, number: int) -> None:
-        device, host = self.rank.pools[Tier.DEVICE], self.rank.pools[Tier.HOST]
         for way in self.ways:
-            self._write(device, way, 0, number)
-            self._write(host, way, 1, number, spoiled=True)
+            self._write(Tier.DEVICE, way, 0, number)
+            self._write(Tier.HOST, way, 1, number, spoiled=True)
         self._move(Tier.DEVICE, Tier.HOST, [Span(w.component.name, w.slots[0], w.slots[1]) for w in self.ways])
-        self._read(host, 0, 1, number)
+        self._read(Tier.HOST, 0, 1, number)
         at = 2 if not self.note and self._through_storage(number) else 1
         for way in self.ways:
             if at == 1:  # what storage should have filled may lie in the same slots
-                self._write(host, way, 1, number)
-            self._write(device, way, 3, number, spoiled=True)
+                self._write(Tier.HOST, way, 1, number)
+            self._write(Tier.DEVICE, way, 3, number, spoiled=True)
         self._move(Tier.HOST, Tier.DEVICE, [Span(w.component.name, w.slots[at], w.slots[3]) for w in self.ways])
-        self._read(device, 2, 3, number)
+        self._read(Tier.DEVICE, 2, 3, number)
 
     def _through_storage(self, number: int) -> bool:
         """Whether all pages came back; else the note says why not, and storage is left out from now on."""
         assert self.store is not None
-        host = self.rank.pools[Tier.HOST]
         keys = {w.component.name: tuple(self.keys[number * PAGES : number * PAGES + len(w.slots[0])]) for w in self.ways}
         none = np.empty(0, dtype=np.int32)
         try:
             down = self._store_move(True, [Span(w.component.name, w.slots[1], none, keys[w.component.name]) for w in self.ways])
             for way in self.ways:
-                self._write(host, way, 2, number, spoiled=True)
+                self._write(Tier.HOST, way, 2, number, spoiled=True)
             good = down and self._store_move(False, [Span(w.component.name, none, w.slots[2], keys[w.component.name]) for w in self.ways])
             if good:
-                self._read(host, 1, 2, number)
+                self._read(Tier.HOST, 1, 2, number)
             return good
         finally:
             self._drop([key + self.rank.tags[name] for name, some in keys.items() for key in some])
 
     def _store_move(self, down: bool, spans: list[Span]) -> bool:
         source, target = (Tier.HOST, Tier.STORAGE) if down else (Tier.STORAGE, Tier.HOST)
-        got = self.execute(Move(0, NAMESPACE, source, target, tuple(spans), self.timeout_s))
+        got = self.executor.execute(Move(0, NAMESPACE, source, target, tuple(spans), self.timeout_s))
         missing = sum(len(span) - bits.bit_count() for span, bits in zip(spans, got.bits, strict=False))
         if got.error or missing or len(got.bits) < len(spans):
             did = "take" if down else "give back"
@@ -166,24 +163,27 @@ class _Journey:
             self.note = self.note or f"the self-test could not drop its pages from storage, which will evict them: {error}"
 
     def _move(self, source: Tier, target: Tier, spans: list[Span]) -> None:
-        got = self.execute(Move(0, NAMESPACE, source, target, tuple(spans)))
+        got = self.executor.execute(Move(0, NAMESPACE, source, target, tuple(spans)))
         if got.error:
             raise LayoutBroken(f"the self-test could not move pages from the {source.value} to the {target.value}: {got.error}")
 
-    def _write(self, pools: Any, way: Way, at: int, number: int, spoiled: bool = False) -> None:
+    def _write(self, tier: Tier, way: Way, at: int, number: int, spoiled: bool = False) -> None:
         """This round's digits, or (``spoiled``) bytes that are all wrong, into the slots of the way's stage ``at``."""
-        pool: Pool = pools[way.component.name]
+        pool: Pool = self.rank.pools[tier][way.component.name]
+        self.executor.settle(tier, way.component.name, way.slots[at], write=True)
         for block in way.blocks:
             digits = block.digits(number, self.check)
             rows = pool.rows(block.field)
             for page, slot in enumerate(way.slots[at].tolist()):
                 content = ~digits[page] if spoiled else digits[page]
                 rows[slot].copy_(pool.buffer.new_tensor(content).view(rows.shape[1:]))
+        pool.buffer[:1].cpu()  # on a device: what was written is there before a copy in another queue reads it
 
-    def _read(self, pools: Any, leg: int, at: int, number: int) -> None:
+    def _read(self, tier: Tier, leg: int, at: int, number: int) -> None:
         for way in self.ways:
+            self.executor.settle(tier, way.component.name, way.slots[at])
             for block in way.blocks:
-                rows = pools[way.component.name].rows(block.field)
+                rows = self.rank.pools[tier][way.component.name].rows(block.field)
                 pages = [rows[slot].contiguous().cpu().numpy() for slot in way.slots[at].tolist()]
                 self.found.setdefault((leg, block.component, block.field), []).append(np.stack(pages).reshape(block.shape))
 

@@ -17,6 +17,7 @@ from hicache_ray import lengths
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.copies import Mover, choose
+from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.explain import differing_fields
@@ -33,6 +34,7 @@ from hicache_ray.storage.memory import MemoryStore
 from hicache_ray.storage.wrappers import FaultyStore
 from hicache_ray.story import Ended, Event, Job, Phase, Request, Sampled
 from hicache_ray.testing_parts import ContentEngine, FakeClock, chunked, full, state, window
+from hicache_ray.testing_queues import QueuedEngine, fake_mover
 
 __all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "state", "window"]
 
@@ -77,7 +79,10 @@ class Served:
 
 @dataclass
 class Stack:
-    """One cache group. Capacities in pages per component (snapshots: a page's worth each); see ``cases.md`` for the words."""
+    """One cache group. Capacities in pages per component (snapshots: a page's worth each); see ``cases.md`` for the words.
+
+    ``devices``: one for each rank, whose queues then run its copies and its engine; without them a copy is done when it returns.
+    """
 
     page: int = 64
     pools: Mapping[str, Component] = field(default_factory=lambda: {"full": full()})
@@ -97,6 +102,7 @@ class Stack:
     layout: str = "page_first_direct"
     max_requests: int = 1024
     settings: Mapping[str, Any] = field(default_factory=dict)
+    devices: Sequence[FakeDevice] = ()
     events: list[Event] = field(default_factory=list, init=False)
     served: dict[str, Served] = field(default_factory=dict, init=False)
     errors: dict[str, Exception] = field(default_factory=dict, init=False)
@@ -128,7 +134,6 @@ class Stack:
         self._next = 0
         self._inbox: list[Envelope] = []
         self._faults: list[tuple[Tier, Tier, str, int]] = []
-        mover = Mover(choose("auto", "cpu", self.layout), threads=1)
         self.executed = [[] for _ in range(self.ranks)]
         self._engines, self._executors = [], []
         for rank in range(self.ranks):
@@ -136,10 +141,18 @@ class Stack:
                 tier: {c.name: Pool(c, self.page, n, layout) for c in self.spec.components}
                 for tier, n, layout in ((Tier.DEVICE, self.l1, "layer_first"), (Tier.HOST, self.l2, self.layout))
             }
-            engine = ContentEngine(rank, self.spec, at[Tier.DEVICE], self._prompts)
+            mover, engine = self._parts(rank, at[Tier.DEVICE])
             me = Rank(rank, self.spec, at, {name: of[rank] for name, of in self.tags.items()})
             self._engines.append(engine)
             self._executors.append(Executor(me, mover, self.store, engine.run, self.clock))
+
+    def _parts(self, rank: int, pools: Mapping[str, Pool]) -> tuple[Mover, ContentEngine]:
+        if not self.devices:
+            return Mover(choose("auto", "cpu", self.layout), threads=1), ContentEngine(rank, self.spec, pools, self._prompts)
+        mover = fake_mover(self.devices[rank])
+        wait_layer = mover.by_layer()
+        assert wait_layer is not None
+        return mover, QueuedEngine(rank, self.spec, pools, self._prompts, self.devices[rank], wait_layer)
 
     # -- requests -----------------------------------------------------------------------------------------------------------------
 
@@ -325,6 +338,7 @@ class Stack:
 
     def read(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
         """Bytes of what the longest resume from the device would use of a pool, in canonical order."""
+        self._settle_devices()
         tokens = as_tokens(list(tokens))
         found = self._found(tokens)
         names = found.path.names(pool, self._used(tokens, pool))
@@ -386,11 +400,17 @@ class Stack:
 
         A rank computes, copies and talks to storage beside each other; the order is that of the records of one kind.
         """
+        self._settle_devices()
         self.group.check()
         for lane in ("compute", "copy", "storage"):
             first, *others = ([e.record.id for e in executed if _lane(e.record) == lane] for executed in self.executed)
             if any(mine[: len(first)] != first[: len(mine)] for mine in others):
                 raise HiCacheError(f"two ranks have executed {lane} records in different orders")
+
+    def _settle_devices(self) -> None:
+        """What is enqueued is done; raises what a rank's engine has found wrong meanwhile."""
+        for device in self.devices:
+            device.settle()
 
     # -- small things ---------------------------------------------------------------------------------------------------------------
 

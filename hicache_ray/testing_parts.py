@@ -91,13 +91,27 @@ class ContentEngine:
         tokens = self.prompts[record.rid]
         self._verify(record, tokens)
         for c in self.spec.components:
-            if c.is_state:
-                for n, slot in record.snapshots.get(c.name, ()):
-                    self.write(c, slot, self.content(c, tokens, n))
-                continue
-            span = self.spec.page_size * c.page_span
-            for page in range(record.valid.get(c.name, record.start) // span, record.end // span):
-                self.write(c, int(record.tables[c.name][page]), self.content(c, tokens, (page + 1) * span))
+            for end, slot in self.made(c, record):
+                self.write(c, slot, self.content(c, tokens, end))
+        return self.sampled(record, tokens)
+
+    def made(self, component: Component, record: Compute) -> list[tuple[int, int]]:
+        """(length at its end, device slot) of the pages or snapshots that a record fills."""
+        if component.is_state:
+            return list(record.snapshots.get(component.name, ()))
+        span, table = self.spec.page_size * component.page_span, record.tables[component.name]
+        return [((page + 1) * span, int(table[page])) for page in range(_begin(component, record) // span, record.end // span)]
+
+    def used(self, component: Component, record: Compute) -> list[tuple[int, int]]:
+        """(length at its end, device slot) of the whole pages, or the snapshot, that a model would read."""
+        if component.is_state:
+            slot = record.resume.get(component.name, -1)
+            return [(record.start, slot)] if slot >= 0 else []
+        span, table = self.spec.page_size * component.page_span, record.tables[component.name]
+        start = _begin(component, record)
+        return [((p + 1) * span, int(table[p])) for p in range(component.lo(start) // span, start // span)]
+
+    def sampled(self, record: Compute, tokens: Tokens) -> Outcome:
         first = record.start + len(record.feed)
         output = tuple(int(t) for t in tokens[first : first + record.steps])
         output += (0,) * (record.steps - len(output))
@@ -114,14 +128,13 @@ class ContentEngine:
         ends = {*range(record.start - record.start % grid, stop, grid)} if grid else set()
         ends |= {*range(stop, record.end + 1)}
         for c in self.spec.components:
+            wrong = any(self.read(c, slot) != self.content(c, tokens, end) for end, slot in self.used(c, record))
             if c.is_state:
-                slot = record.resume.get(c.name, -1)
-                wrong = slot >= 0 and self.read(c, slot) != self.content(c, tokens, record.start)
                 wrong |= any(n not in ends or n <= record.start for n, _ in record.snapshots.get(c.name, ()))
-            else:
-                span, table = self.spec.page_size * c.page_span, record.tables[c.name]
-                start = record.valid.get(c.name, record.start)
-                used = range(c.lo(start) // span, start // span)
-                wrong = any(self.read(c, int(table[p])) != self.content(c, tokens, (p + 1) * span) for p in used)
             if wrong:
                 raise EngineError(f"request {record.rid}: component {c.name!r} has wrong bytes or snapshots at length {record.start}")
+
+
+def _begin(component: Component, record: Compute) -> int:
+    """Where a component's cache ends when the record begins; a draft's may end earlier than its target's."""
+    return record.valid.get(component.name, record.start)

@@ -20,7 +20,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "cache": ("cache", "descent"),
     "group": ("group",),
     "tools": (
-        *("ask", "copies", "copies_cpu", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts"),
+        *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
+        *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_queues"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_tables", "cli_verify"),
@@ -53,11 +54,11 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "fastapi": ("actors", "examples"),
     "starlette": ("actors", "examples"),
     "uvicorn": ("actors", "examples"),
-    "torch": ("hicache_ray.pool", "hicache_ray.copies", "integrations"),
+    "torch": ("hicache_ray.pool", "hicache_ray.copies", "hicache_ray.copies_cuda", "integrations"),
     "transformers": ("integrations",),
     "accelerate": ("integrations",),
     "safetensors": ("integrations",),
-    "cupy": ("hicache_ray.copies",),
+    "cupy": ("hicache_ray.copies_cuda",),
     "typer": ("cli",),
     "rich": ("cli",),
 }

@@ -222,9 +222,9 @@ def test_what_runs_on_a_cpu(setting: str, layout: str) -> None:
         ("fast", "cpu", "page_first", 'cache.io_backend is "fast"; choose one of auto, direct'),
         (
             "auto",
-            "cuda:0",
+            "xpu:0",
             "page_head",
-            'no io backend moves pages in layout "page_head" on device "cuda"; choose one of these devices: cpu',
+            'no io backend moves pages in layout "page_head" on device "xpu"; choose one of these devices: cpu, cuda',
         ),
         ("auto", "cpu", "paged", 'cache.layout is "paged"; choose one of layer_first, page_first, page_first_direct, page_head'),
     ],
@@ -233,6 +233,45 @@ def test_what_the_machine_cannot_run_is_refused(setting: str, device: str, layou
     with pytest.raises(ConfigError) as error:
         choose(setting, device, layout)
     assert str(error.value) == sentence
+
+
+def table(direct: str = "", kernel: str = "") -> list[Backend]:
+    """A device on which the machine lacks this for either backend; long runs are for copy engines."""
+    long = tuple(n for n in ORDERS if n in ("layer_first", "page_first_direct"))
+    return [
+        Backend("direct", "gpu", long, missing=lambda: direct),
+        Backend("kernel", "gpu", tuple(ORDERS), missing=lambda: kernel),
+        Backend("direct", "gpu", tuple(ORDERS), missing=lambda: direct),
+    ]
+
+
+@pytest.mark.parametrize(("layout", "first", "second"), [("page_head", "kernel", "direct"), ("layer_first", "direct", "kernel")])
+def test_auto_falls_back_and_says_so(layout: str, first: str, second: str) -> None:
+    picked = choose("auto", "gpu:1", layout, table=table())
+    assert (picked.name, picked.note) == (first, "")
+    for name in (first, second):
+        explicit = choose(name, "gpu:1", layout, table=table())
+        assert (explicit.name, explicit.note) == (name, "")
+    other = choose("auto", "gpu:1", layout, table=table(**{first: "a screw is missing"}))
+    assert other.name == second
+    assert other.note == f'cache.io_backend is "auto" and "{second}" was chosen: "{first}" cannot run: a screw is missing'
+    with Mover(other, threads=1) as mover:
+        assert mover.note == other.note
+
+
+def test_what_the_machine_lacks_is_said_at_start() -> None:
+    with pytest.raises(ConfigError) as error:
+        choose("kernel", "gpu", "page_head", table=table(kernel="a screw is missing"))
+    assert str(error.value) == (
+        'cache.io_backend is "kernel", which cannot run with layout "page_head" on device "gpu" here (a screw is missing); '
+        "choose one of auto, direct"
+    )
+    with pytest.raises(ConfigError) as error:
+        choose("auto", "gpu", "page_head", table=table("a wheel", "a screw"))
+    assert str(error.value) == (
+        'no io backend can move pages on device "gpu" here: "kernel" cannot run: a screw; "direct" cannot run: a wheel; '
+        "add what is missing, or choose another device"
+    )
 
 
 def test_a_closed_mover_refuses_copies() -> None:

@@ -9,17 +9,19 @@ import pytest
 
 from hicache_ray.ask import tags_of
 from hicache_ray.copies import Copier, Mover, choose
+from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import LayoutBroken, StoreError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.keys import ANY
 from hicache_ray.layout import ORDERS
 from hicache_ray.pool import Pool
-from hicache_ray.records import Outcome, Slots
+from hicache_ray.records import Outcome, Record, Slots
 from hicache_ray.selftest import PAGES, self_test
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage.memory import MemoryStore
 from hicache_ray.storage.wrappers import CountingStore, FaultyStore
 from hicache_ray.store import Store
+from hicache_ray.testing_queues import fake_mover
 
 PAGE = 4
 COMPONENTS = (
@@ -44,9 +46,9 @@ class Spoiled(Copier):
 
 
 class SpoiledExecutor(Executor):
-    """Spoils one component's pages between two tiers."""
+    """Spoils one component's pages between two tiers. Its copiers are made at its birth, so both are of a class of their own."""
 
-    at: tuple[Tier, Tier, str] = (Tier.HOST, Tier.HOST, "")
+    at: tuple[Tier, Tier, str]
     spoil: Spoil
 
     def _copier(self, source: Tier, target: Tier, component: str) -> Copier:
@@ -56,6 +58,10 @@ class SpoiledExecutor(Executor):
         spoiled = Spoiled(made.source, made.target, made.mover)
         spoiled.spoil = self.spoil
         return spoiled
+
+
+def spoiling(at: tuple[Tier, Tier, str], spoil: Spoil) -> type[SpoiledExecutor]:
+    return type("SpoilingExecutor", (SpoiledExecutor,), {"at": at, "spoil": staticmethod(spoil)})
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def made(
 def test_a_sound_way_says_nothing_and_leaves_nothing(mover: Mover, layout: str, slots: int) -> None:
     store = CountingStore(MemoryStore(1 << 20))
     rank, executor = made(mover, layout, store, slots=slots)
-    assert self_test(rank, executor.execute, store, "once") == ""
+    assert self_test(rank, executor, "once") == ""
     assert (store.stats(1.0).objects, list(store.scan())) == (0, [])
     # It was there: every page of every component, in each of the rounds (three digits and the check digit, or fewer).
     rounds, rest = divmod(store.stats(1.0).puts, min(PAGES, slots) * len(COMPONENTS))
@@ -97,12 +103,12 @@ def test_ranks_of_one_group_read_what_they_wrote_themselves(mover: Mover) -> Non
     store = MemoryStore(1 << 20)
     for me in range(3):
         rank, executor = made(mover, store=store, ranks=3, me=me)
-        assert self_test(rank, executor.execute, store, "once") == ""
+        assert self_test(rank, executor, "once") == ""
 
 
 def test_without_storage_the_rest_is_tested_and_a_note_says_so(mover: Mover) -> None:
     rank, executor = made(mover)
-    assert self_test(rank, executor.execute, None, "once") == "the self-test left storage out: it is not attached"
+    assert self_test(rank, executor, "once") == "the self-test left storage out: it is not attached"
 
 
 @pytest.mark.parametrize(("op", "did"), [("put", "take"), ("get", "give back")])
@@ -110,14 +116,14 @@ def test_storage_that_fails_is_left_out_with_a_note(mover: Mover, op: str, did: 
     store = FaultyStore(MemoryStore(1 << 20))
     rank, executor = made(mover, store=store)
     store.fault(op, "error")
-    note = self_test(rank, executor.execute, store, "once")
+    note = self_test(rank, executor, "once")
     assert note.startswith(f"the self-test left storage out: it did not {did} all pages (")
 
 
 def test_storage_that_is_full_is_left_out_with_a_note(mover: Mover) -> None:
     store = MemoryStore(64)
     rank, executor = made(mover, store=store)
-    assert "did not take all pages" in self_test(rank, executor.execute, store, "once")
+    assert "did not take all pages" in self_test(rank, executor, "once")
 
 
 def rows(pool: Pool, field: int = 0) -> Any:
@@ -191,10 +197,9 @@ def test_a_broken_copy_is_refused_by_its_axis(
     mover: Mover, layout: str, source: Tier, target: Tier, leg: str, component: str, spoil: Spoil, axis: str
 ) -> None:
     store = MemoryStore(1 << 20)
-    rank, executor = made(mover, layout, store, kind=SpoiledExecutor)
-    executor.at, executor.spoil = (source, target, component), spoil
+    rank, executor = made(mover, layout, store, kind=spoiling((source, target, component), spoil))
     with pytest.raises(LayoutBroken, match=rf"the way {leg}: the axis {axis} is wrong\. component '{component}', field"):
-        self_test(rank, executor.execute, store, "once")
+        self_test(rank, executor, "once")
     assert store.stats(1.0).objects == 0
 
 
@@ -210,7 +215,7 @@ def test_wrong_objects_from_storage_are_refused(mover: Mover, layout: str) -> No
     store = Confused(1 << 20)
     rank, executor = made(mover, layout, store)
     with pytest.raises(LayoutBroken, match="from the host through storage and back: the axis page is wrong"):
-        self_test(rank, executor.execute, store, "once")
+        self_test(rank, executor, "once")
 
 
 def test_components_that_change_places_are_told(mover: Mover) -> None:
@@ -222,14 +227,29 @@ def test_components_that_change_places_are_told(mover: Mover) -> None:
     tags = {name: of[0] for name, of in tags_of(spec, ANY).items()}
     executor = Executor(Rank(0, spec, crossed, tags), mover, None, lambda _: Outcome(), lambda: 0.0)
     with pytest.raises(LayoutBroken, match="wrong"):
-        self_test(Rank(0, spec, pools, tags), executor.execute, None, "once")
+        self_test(Rank(0, spec, pools, tags), executor, "once")
+
+
+class Stuck(Executor):
+    def execute(self, record: Record) -> Outcome:
+        return Outcome(error="no such luck")
 
 
 def test_a_move_that_fails_is_refused_with_its_reason(mover: Mover) -> None:
-    rank, executor = made(mover)
+    rank, executor = made(mover, kind=Stuck)
     with pytest.raises(LayoutBroken, match="could not move pages from the device to the host: no such luck"):
-        self_test(rank, lambda _: Outcome(error="no such luck"), None, "once")
-    del executor
+        self_test(rank, executor, "once")
+
+
+@pytest.mark.parametrize("layout", ORDERS)
+def test_on_a_device_with_queues_nothing_is_looked_at_too_early(layout: str) -> None:
+    """Copies are enqueued there and take their time; a byte that is read or overwritten before they are done is a wrong one."""
+    device = FakeDevice(lambda queue, label: 1.0)
+    store = MemoryStore(1 << 20)
+    with fake_mover(device) as queued:
+        rank, executor = made(queued, layout, store)
+        assert self_test(rank, executor, "once") == ""
+    assert store.stats(1.0).objects == 0
 
 
 def test_a_store_that_cannot_drop_is_noted(mover: Mover) -> None:
@@ -239,4 +259,4 @@ def test_a_store_that_cannot_drop_is_noted(mover: Mover) -> None:
 
     store = Sticky(1 << 20)
     rank, executor = made(mover, store=store)
-    assert "could not drop its pages from storage, which will evict them: it sticks" in self_test(rank, executor.execute, store, "once")
+    assert "could not drop its pages from storage, which will evict them: it sticks" in self_test(rank, executor, "once")

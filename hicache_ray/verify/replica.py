@@ -174,7 +174,7 @@ class Replica:
 
     def self_test(self) -> None:
         """What a rank does at start. Raises :class:`~hicache_ray.errors.LayoutBroken`."""
-        self_test(self.rank, self.executor.execute, self.store, "verify", DESCRIBE_S)
+        self_test(self.rank, self.executor, "verify", DESCRIBE_S)
         self.spoil()
 
     def flush(self) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray import copies
 from hicache_ray.actors.rank import RankSetup, RankShell
 from hicache_ray.actors.setup import capacities
 from hicache_ray.config import Config
-from hicache_ray.copies import Backend
+from hicache_ray.copies import Backend, Mover, move_with_numpy
 from hicache_ray.errors import LayoutBroken
 from hicache_ray.families import spec_from_config
 from hicache_ray.integrations.transformers import leave, make_weights, read_config
@@ -45,17 +44,18 @@ def test_a_sound_rank_joins(setup: RankSetup, caplog: pytest.LogCaptureFixture) 
     assert "rank 0: the self-test left storage out: it is not attached" in caplog.text
 
 
-def test_a_rank_with_a_broken_io_backend_is_refused(setup: RankSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_a_broken_io_backend_is_refused(setup: RankSetup) -> None:
     def broken(source: Any, target: Any, size: Any, loops: Any, stream: bool, begin: int, end: int) -> None:
         """Every page goes where another belongs."""
-        copies.move_with_numpy(np.roll(source, 1), target, size, loops, stream, begin, end)
+        move_with_numpy(np.roll(source, 1), target, size, loops, stream, begin, end)
 
     def load() -> tuple[Any, str]:
         return broken, ""
 
-    monkeypatch.setattr(copies, "BACKENDS", (Backend("direct", "cpu", tuple(ORDERS), load),))
     shell = RankShell(setup)
     shell.load()
+    shell.mover.close()
+    shell.mover = Mover(Backend("direct", "cpu", tuple(ORDERS), load))
     with pytest.raises(LayoutBroken, match="do not survive the way from the device to the host: the axis page is wrong"):
         shell.join(port(), 1, {})
     assert shell.incarnation == 0

@@ -7,13 +7,17 @@ import random
 import pytest
 
 from hicache_ray.testing import Stack, full, state
+from tests.queues import WHERE, Queue, devices
 
 
+@WHERE
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_t014_round_trip_is_bit_exact(policy: str) -> None:
+def test_t014_round_trip_is_bit_exact(policy: str, layout: str, queue: Queue | None) -> None:
     prompts = [[1000 * i + j for j in range(1, 66)] for i in range(8)]
     # 8 snapshots fill the device; a request takes two slots more: its live state, and the snapshot that it resumes from.
-    stack = Stack(page=64, pools={"full": full(), "state": state(64)}, l1=10, l2=9, write_policy=policy)
+    stack = Stack(
+        page=64, pools={"full": full(), "state": state(64)}, l1=10, l2=9, write_policy=policy, layout=layout, devices=devices(queue)
+    )
     rng = random.Random(14)
     came_from = {"l1": 0, "l2": 0, "l3": 0}
     for _ in range(50):

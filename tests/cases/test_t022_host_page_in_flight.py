@@ -5,6 +5,7 @@ from __future__ import annotations
 from hicache_ray.group import Envelope
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full
+from tests.queues import WHERE, Queue, devices
 
 PAIR = list(range(1, 130))  # pages A and B
 REST = list(range(1000, 1129))
@@ -15,9 +16,9 @@ def loading(envelope: Envelope) -> bool:
     return getattr(envelope.record, "source", None) is Tier.HOST and getattr(envelope.record, "target", None) is Tier.DEVICE
 
 
-def ready() -> tuple[Stack, list[Envelope]]:
+def ready(layout: str, queue: Queue | None) -> tuple[Stack, list[Envelope]]:
     """L2 is full, a load that reads A and B is in flight, and a finished request waits for its backup of two pages."""
-    stack = Stack(page=64, pools={"full": full()}, l2=4)
+    stack = Stack(page=64, pools={"full": full()}, l2=4, layout=layout, devices=devices(queue))
     for prompt in (PAIR, REST):
         stack.put(prompt)
         stack.settle()
@@ -37,8 +38,9 @@ def ready() -> tuple[Stack, list[Envelope]]:
     return stack, loads
 
 
-def test_t022_victims_are_the_others() -> None:
-    stack, loads = ready()
+@WHERE
+def test_t022_victims_are_the_others(layout: str, queue: Queue | None) -> None:
+    stack, loads = ready(layout, queue)
     stack.settle()  # the backup of the new pages completes while the load is still under way
     assert stack.have("l2", "full", PAIR) == {0, 1}
     assert stack.have("l2", "full", REST) == set()
@@ -50,9 +52,10 @@ def test_t022_victims_are_the_others() -> None:
     stack.audit()
 
 
-def test_t022_refused_where_nothing_is_free() -> None:
+@WHERE
+def test_t022_refused_where_nothing_is_free(layout: str, queue: Queue | None) -> None:
     """The other two pages are held as well: the backup is refused, the load is right."""
-    stack = Stack(page=64, pools={"full": full()}, l2=4)
+    stack = Stack(page=64, pools={"full": full()}, l2=4, layout=layout, devices=devices(queue))
     for prompt in (PAIR, REST):
         stack.put(prompt)
         stack.settle()

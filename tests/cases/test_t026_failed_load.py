@@ -6,11 +6,12 @@ import pytest
 
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Served, Stack, full
+from tests.queues import WHERE, Queue, devices
 
 
-def ready(ranks: int) -> tuple[Stack, list[int]]:
+def ready(ranks: int, layout: str, queue: Queue | None) -> tuple[Stack, list[int]]:
     """8 pages on the host only, and the copy of page 3 will fail."""
-    stack = Stack(page=64, pools={"full": full()}, ranks=ranks)
+    stack = Stack(page=64, pools={"full": full()}, ranks=ranks, layout=layout, devices=devices(queue, ranks))
     prompt = list(range(1, 514))
     stack.put(prompt)
     stack.settle()
@@ -19,9 +20,10 @@ def ready(ranks: int) -> tuple[Stack, list[int]]:
     return stack, prompt
 
 
+@WHERE
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_t026_a_failed_load_is_not_a_load(ranks: int) -> None:
-    stack, prompt = ready(ranks)
+def test_t026_a_failed_load_is_not_a_load(ranks: int, layout: str, queue: Queue | None) -> None:
+    stack, prompt = ready(ranks, layout, queue)
     stack.prefetch("r", prompt)
     assert stack.load("r") == 192
     assert stack.res.counters[(Tier.DEVICE, "full")].failures == 1
@@ -33,8 +35,9 @@ def test_t026_a_failed_load_is_not_a_load(ranks: int) -> None:
     stack.audit()
 
 
-def test_t026_the_request_computes_the_rest() -> None:
-    stack, prompt = ready(2)
+@WHERE
+def test_t026_the_request_computes_the_rest(layout: str, queue: Queue | None) -> None:
+    stack, prompt = ready(2, layout, queue)
     assert stack.put(prompt) == Served(0, 192, 0, 321)
     for rank in range(2):
         assert stack.read(prompt, "full", rank) == stack.made(prompt, "full", rank)

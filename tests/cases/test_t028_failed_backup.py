@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full
+from tests.queues import WHERE, Queue, devices
 
 
-def test_t028_eviction_with_a_failed_backup() -> None:
-    stack = Stack(page=64, pools={"full": full()}, l2=4, write_policy="write_back", settings={"storage": False})
+@WHERE
+def test_t028_eviction_with_a_failed_backup(layout: str, queue: Queue | None) -> None:
+    stack = Stack(
+        page=64, pools={"full": full()}, l2=4, write_policy="write_back", settings={"storage": False}, layout=layout, devices=devices(queue)
+    )
     locked, prompt = list(range(1, 258)), list(range(1000, 1129))
     stack.put(locked)
     stack.evict_l1(64)
@@ -28,8 +32,10 @@ def test_t028_eviction_with_a_failed_backup() -> None:
     stack.audit()
 
 
-def test_t028_a_copy_that_fails_is_not_on_the_host() -> None:
-    stack = Stack(page=64, pools={"full": full()}, write_policy="write_back", settings={"storage": False})
+@WHERE
+def test_t028_a_copy_that_fails_is_not_on_the_host(layout: str, queue: Queue | None) -> None:
+    more = {"settings": {"storage": False}, "layout": layout, "devices": devices(queue)}
+    stack = Stack(page=64, pools={"full": full()}, write_policy="write_back", **more)  # type: ignore[arg-type]
     prompt = list(range(1, 258))
     stack.put(prompt)
     stack.fail_copy("l1", "l2", "full", 0)

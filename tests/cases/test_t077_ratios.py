@@ -6,14 +6,16 @@ import pytest
 
 from hicache_ray.errors import ConfigError
 from hicache_ray.testing import Served, Stack, full, state
+from tests.queues import WHERE, Queue, devices
 
 PARTS = {"c4": full(ratio=4), "c128": full(page_span=2, ratio=128), "kv": full(), "tail": state(128)}
 
 
+@WHERE
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_t077_pools_of_ratio_1_4_and_128(policy: str) -> None:
+def test_t077_pools_of_ratio_1_4_and_128(policy: str, layout: str, queue: Queue | None) -> None:
     """They register, store and restore; the lengths to resume from are multiples of what all members can."""
-    stack = Stack(page=64, pools=PARTS, ranks=2, write_policy=policy)
+    stack = Stack(page=64, pools=PARTS, ranks=2, write_policy=policy, layout=layout, devices=devices(queue, 2))
     assert stack.spec.step(None) == 128
     sizes = {name: stack.spec[name].entries(64) for name in PARTS}
     assert sizes == {"c4": 16, "c128": 1, "kv": 64, "tail": 1}

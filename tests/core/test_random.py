@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from hicache_ray.copies_fake import FakeDevice
+from hicache_ray.copies_queues import Queue
 from hicache_ray.errors import Busy, CapacityError, HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Compute, Outcome
@@ -15,6 +17,7 @@ from hicache_ray.spec import Component, Tier
 from hicache_ray.story import Phase
 from hicache_ray.testing import Stack, _lane, chunked, full, state, window
 from tests.core.drive import all_bytes_are_right, at_rest, ended
+from tests.queues import slow, without_fences
 
 PAGE = 8
 
@@ -47,6 +50,7 @@ def prompts(rng: random.Random, count: int = 5) -> list[list[int]]:
 @dataclass
 class Life:
     seed: int
+    slow: Queue | None = None  # devices have queues, of which this is the slow one
     rng: random.Random = field(init=False)
     stack: Stack = field(init=False)
     prompts: list[list[int]] = field(init=False)
@@ -58,8 +62,9 @@ class Life:
         rng = self.rng = random.Random(self.seed)
         exact = rng.random() < 0.3
         grid = 3 * PAGE if exact else None
+        models, ranks = pools(rng, grid), rng.randint(1, 3)
         self.stack = Stack(
-            page=PAGE, pools=pools(rng, grid), ranks=rng.randint(1, 3),
+            page=PAGE, pools=models, ranks=ranks, devices=[FakeDevice(slow(self.slow)) for _ in range(ranks)] if self.slow else (),
             l1=rng.randint(28, 40), l2=rng.randint(4, 50), l3=rng.choice([20, 1000]),
             write_policy=rng.choice(["write_through", "write_back"]), exact=exact, grid=grid,
             layout=rng.choice(["page_first_direct", "page_first", "layer_first"]), max_requests=6,
@@ -84,6 +89,7 @@ class Life:
 
     def act(self) -> None:
         others = (self.begin, self.prefetch, self.go_on, self.abort, self.evict, self.flush)
+        others += (self.empty_device,) if self.slow else ()
         self.rng.choice((self.deliver,) * 4 + others)()
         if self.rng.random() < 0.03:
             self.pass_time(self.rng.choice([0.5, 2.5, 40.0]))
@@ -124,6 +130,12 @@ class Life:
         tier = self.rng.choice([Tier.DEVICE, Tier.HOST])
         res = self.stack.res
         self.stack.group.evict(tier, {name: self.rng.randint(0, res.room((tier, name))) for name in self.stack.pools})
+        self.stack._collect()
+
+    def empty_device(self) -> None:
+        """What comes next has to be loaded."""
+        res = self.stack.res
+        self.stack.group.evict(Tier.DEVICE, {name: res.room((Tier.DEVICE, name)) for name in self.stack.pools})
         self.stack._collect()
 
     def flush(self) -> None:
@@ -175,9 +187,25 @@ def test_any_life_ends_well(first: int) -> None:
     assert served > 100
 
 
-def check_life(seed: int) -> int:
+@pytest.mark.parametrize("queue", Queue)
+def test_any_life_ends_well_on_devices_with_queues(queue: Queue) -> None:
+    assert sum(check_life(seed, queue) for seed in range(40)) > 80
+
+
+def test_without_fences_lives_end_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fences(monkeypatch)
+    bad = 0
+    for seed in range(40):
+        try:
+            check_life(seed, Queue.COMPUTE)
+        except (AssertionError, HiCacheError):
+            bad += 1
+    assert bad >= 10
+
+
+def check_life(seed: int, slow_queue: Queue | None = None) -> int:
     """Live one life; returns how many requests were served."""
-    life = Life(seed)
+    life = Life(seed, slow_queue)
     life.live()
     stack, served = life.stack, 0
     at_rest(stack)
@@ -197,4 +225,11 @@ def check_life(seed: int) -> int:
     stack.put(tokens)
     stack.settle()
     assert stack.put(tokens).computed == len(tokens) - stack.probe(tokens).reusable
+    for prompt in life.prompts if slow_queue else ():  # from host and storage, several under way at once
+        stack.group.evict(Tier.DEVICE, {name: stack.res.room((Tier.DEVICE, name)) for name in stack.pools})
+        stack._collect()
+        stack.begin(prompt)
+    stack.settle()
+    at_rest(stack)
+    all_bytes_are_right(stack, life.prompts)
     return served

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from hicache_ray.copies import Mover, choose
+from hicache_ray.copies_fake import FakeDevice, FakeEvent
+from hicache_ray.copies_queues import Queue
 from hicache_ray.executor import Executor
 from hicache_ray.integrations.transformers import Engine, Loaded
 from hicache_ray.testing import Served, Stack
+from hicache_ray.testing_queues import fake_mover
 from tests.engine.rig import GRID, PAGE, load, plain, prompt
+from tests.queues import slow
 
 pytestmark = pytest.mark.model
 #: A family for every kind of component: full; window; chunked; latent, rope key and indexer keys; keys, values and states in one layer;
@@ -25,11 +29,22 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def tier(loaded: Loaded, **more: object) -> Stack:
+class LateCopies(FakeDevice):
+    """A device whose engine is this very thread: a page is not there before something waits for it."""
+
+    def wait(self, queue: Queue, event: FakeEvent) -> None:
+        if queue is Queue.COMPUTE:
+            assert self.join(event, 1.0)
+        else:
+            super().wait(queue, event)
+
+
+def tier(loaded: Loaded, device: FakeDevice | None = None, **more: object) -> Stack:
     """The kit's stack with the model in the place of its stand-in."""
     stack = Stack(PAGE, {c.name: c for c in loaded.spec.components}, l1=96, l2=96, exact=True, grid=GRID, **more)  # type: ignore[arg-type]
-    engine = Engine(loaded.model, stack.spec, stack._engines[0].pools)
-    mover = Mover(choose("auto", "cpu", stack.layout), threads=1)
+    mover = fake_mover(device) if device is not None else Mover(choose("auto", "cpu", stack.layout), threads=1)
+    engine = Engine(loaded.model, stack.spec, stack._engines[0].pools, mover.by_layer())
+    stack.devices = (device,) if device is not None else ()
     stack._executors[0] = Executor(stack._executors[0]._rank, mover, stack.store, engine.run, stack.clock)
     return stack
 
@@ -61,6 +76,45 @@ def test_a_hit_from_every_tier_gives_the_cold_answer(family: str, tmp_path: Path
     longer = prompt(6 * GRID + 1)
     served, got = ask(stack, longer.tolist())
     assert (served.computed, got) == (6 * GRID + 1 - HIT, list(plain(loaded.model, longer, 4).output))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_layer_waits_for_its_own_pages(family: str, tmp_path: Path) -> None:
+    """On a device where a load is under way when the model begins: what no layer asked for would be read as garbage."""
+    device = LateCopies(slow(Queue.COPY))
+    loaded = load(family, tmp_path)
+    stack, tokens = tier(loaded, device), prompt(COUNT).tolist()
+    _, want = ask(stack, tokens)
+    stack.flush(l1=True, l2=False)
+    for pool in stack._engines[0].pools.values():
+        pool.buffer.fill_(255)
+    device.log.clear()
+    device.joins.clear()
+    stack.put([*tokens, 0, 0, 0], "request", decoded=3)
+    assert stack.outputs["request"] == want == list(plain(loaded.model, prompt(COUNT), 4).output)
+    # Layer after layer was waited for, each once: the states together, then every layer of the model that has pages.
+    layers = {n for c in loaded.spec.components if not c.is_state for n in c.layers}
+    states = any(c.is_state for c in loaded.spec.components)
+    assert len(device.joins) <= len(layers) + states
+    if family != "llama4":  # it resumes at the end of a chunk, where chunked layers need nothing
+        assert len(device.joins) == len(layers) + states
+    stack.settle()
+    stack.audit()
+
+
+def test_a_layer_that_does_not_ask_reads_garbage(tmp_path: Path) -> None:
+    device = LateCopies(slow(Queue.COPY))
+    loaded = load("llama", tmp_path)
+    stack, tokens = tier(loaded, device), prompt(COUNT).tolist()
+    _, want = ask(stack, tokens)
+    engine = stack._executors[0]._engine.__self__  # type: ignore[attr-defined]
+    for rows in engine.cache.layers[-1].rows.values():
+        rows._arrived = None
+    stack.flush(l1=True, l2=False)
+    for pool in stack._engines[0].pools.values():
+        pool.buffer.fill_(255)
+    stack.put([*tokens, 0, 0, 0], "request", decoded=3)
+    assert stack.outputs["request"] != want
 
 
 def test_a_resume_is_a_multiple_of_the_largest_ratio_and_the_grid(tmp_path: Path) -> None:

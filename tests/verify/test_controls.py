@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ray import copies
-from hicache_ray.copies import Backend
+from hicache_ray.copies import Backend, Mover, move_with_numpy
+from hicache_ray.executor import Executor
 from hicache_ray.families import FAMILIES
 from hicache_ray.integrations.transformers import Loaded
 from hicache_ray.keys import page_keys
@@ -204,15 +204,26 @@ def test_the_reason_for_another_decode_still_holds(subject: Callable[..., Subjec
     assert "between the resume and a recompute" in check.problems[0]
 
 
-def test_copies_that_mix_pages_up_are_named_by_their_axis(subject: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The io backend as a whole is wrong; the self-test of each cell says how."""
+def mixed(source: Any, target: Any, size: Any, loops: Any, stream: bool, begin: int, end: int) -> None:
+    move_with_numpy(np.roll(source, 1), target, size, loops, stream, begin, end)
 
-    def mixed(source: Any, target: Any, size: Any, loops: Any, stream: bool, begin: int, end: int) -> None:
-        copies.move_with_numpy(np.roll(source, 1), target, size, loops, stream, begin, end)
 
-    monkeypatch.setattr(copies, "BACKENDS", (Backend("direct", "cpu", tuple(ORDERS), lambda: (mixed, "")),))
-    check = restore(subject("llama"), "host", lambda replica, request: None)
+class Mixed(Restore):
+    """Replicas whose io backend gives every page another's bytes."""
+
+    def _replica(self, cell: Cell, reader: bool = False) -> Replica:
+        replica = super()._replica(cell, reader)
+        replica.mover.close()
+        replica.mover = Mover(Backend("direct", "cpu", tuple(ORDERS), lambda: (mixed, "")), threads=1)
+        replica.executor = Executor(replica.rank, replica.mover, replica.store, replica.bench.run, lambda: 0.0)
+        return replica
+
+
+def test_copies_that_mix_pages_up_are_named_by_their_axis(subject: Callable[..., Subject]) -> None:
+    """The self-test of each cell says how, what follows only that bytes differ."""
+    check = next(iter(Mixed(subject("llama")).run([Cell("page_head", "direct", "write_back", "host")])))
     assert "the way from the device to the host: the axis page is wrong" in check.problems[0]
+    assert any("the restored bytes are not those that were made" in p for p in check.problems)
 
 
 class Flipping(StoreWrapper):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
@@ -15,14 +16,17 @@ from hicache_ray.integrations.transformers.states import HybridLayer, Snapshots,
 from hicache_ray.pool import Pool
 from hicache_ray.spec import CacheSpec
 
+#: (component, its layer) before pages of that layer are read; see :meth:`hicache_ray.copies.Mover.by_layer`.
+WaitLayer: TypeAlias = Callable[[str, int], None]
 CacheLayer: TypeAlias = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 class PoolCache(Cache):
     """The ``cache=`` argument of a forward. ``tables``: of each paged component; ``states``: the layers of each state component."""
 
-    def __init__(self, spec: CacheSpec, pools: Mapping[str, Pool], layers: int) -> None:
-        """``layers``: of the model; those in no component cache nothing."""
+    def __init__(self, spec: CacheSpec, pools: Mapping[str, Pool], layers: int, wait_layer: WaitLayer | None = None) -> None:
+        """``layers``: of the model; those in no component cache nothing. ``wait_layer``: None where restored pages are there at once."""
+        self._wait_layer = wait_layer
         self.tables = {c.name: Table(c, spec.page_size, pools[c.name].buffer.device) for c in spec.components if not c.is_state}
         self.states: dict[str, list[Stateful]] = {c.name: [] for c in spec.components if c.is_state}
         super().__init__(layers=[self._layer(spec, pools, layer) for layer in range(layers)])
@@ -42,7 +46,8 @@ class PoolCache(Cache):
                     )
                 snapshots, owner = Snapshots(pool, index), c.name
             else:
-                rows.update({PLACES[f.name]: Rows(self.tables[c.name], pool.typed(f.name, index)) for f in c.fields})
+                arrived = partial(self._wait_layer, c.name, index) if self._wait_layer is not None else None
+                rows.update({PLACES[f.name]: Rows(self.tables[c.name], pool.typed(f.name, index), arrived) for f in c.fields})
         made = _made_of(rows, snapshots)
         if owner:
             self.states[owner].append(made)  # type: ignore[arg-type]  # a layer with snapshots is one of the three stateful classes

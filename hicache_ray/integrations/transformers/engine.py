@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hicache_ray.errors import ConfigError, EngineError, GroupLost
-from hicache_ray.integrations.transformers.assemble import PoolCache
+from hicache_ray.integrations.transformers.assemble import PoolCache, WaitLayer
 from hicache_ray.pool import Pool
 from hicache_ray.records import Compute, Outcome
 from hicache_ray.spec import CacheSpec, Component, Kind
@@ -37,9 +37,15 @@ class Ran:
 
 
 class Engine:
-    """Executes Compute records of one rank. ``device_pools``: one pool for each component of ``spec``, in memory the model can reach."""
+    """Executes Compute records of one rank. ``device_pools``: one pool for each component of ``spec``, in memory the model can reach.
 
-    def __init__(self, model: PreTrainedModel, spec: CacheSpec, device_pools: Mapping[str, Pool]) -> None:
+    ``wait_layer``: what to call before a layer's restored pages are read (:meth:`hicache_ray.copies.Mover.by_layer`), on a device with
+    queues; None where they are there when a record begins.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, spec: CacheSpec, device_pools: Mapping[str, Pool], wait_layer: WaitLayer | None = None
+    ) -> None:
         self.model, self.spec, self.pools = model, spec, dict(device_pools)
         self.ran = Ran()
         for c in spec.components:
@@ -47,7 +53,8 @@ class Engine:
                 raise ConfigError(f"component {c.name!r} of the cache spec needs a device pool made for it; pass one under this name")
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
-        self.cache = PoolCache(spec, self.pools, int(config.num_hidden_layers))
+        self._wait_layer = wait_layer
+        self.cache = PoolCache(spec, self.pools, int(config.num_hidden_layers), wait_layer)
         self.tables = self.cache.tables
 
     def run(self, record: Compute) -> Outcome:
@@ -110,6 +117,9 @@ class Engine:
             table.begin(record.tables[name])
         for name, layers in self.cache.states.items():
             snapshot = record.resume.get(name, -1)
+            if self._wait_layer is not None:
+                for index in range(len(self.spec[name].layers)):
+                    self._wait_layer(name, index)
             for layer in layers:
                 layer.load(snapshot if snapshot >= 0 else record.live[name], record.start)
         if record.start:

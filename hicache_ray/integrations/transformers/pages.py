@@ -9,7 +9,7 @@ it (a fresh contiguous tensor), so the same kernels run on the same numbers whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,14 @@ class Table:
 class Rows:
     """One field of one layer in its pages."""
 
-    def __init__(self, table: Table, pool: torch.Tensor) -> None:
-        """``pool``: [slots, page, heads, width]."""
-        self.table, self._pool = table, pool
+    def __init__(self, table: Table, pool: torch.Tensor, arrived: Callable[[], None] | None = None) -> None:
+        """``pool``: [slots, page, heads, width]. ``arrived``: called before pages of this layer are read; None: they are there."""
+        self.table, self._pool, self._arrived = table, pool, arrived
 
     def extend(self, new: torch.Tensor) -> torch.Tensor:
         """Take in the chunk's ``new`` [1, heads, count, width]; all that it attends to, [1, heads, past + count, width]."""
+        if self._arrived is not None:
+            self._arrived()
         self.table.scatter(self._pool, new)
         return self.table.gather(self._pool, new)
 

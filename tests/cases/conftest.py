@@ -1,0 +1,5 @@
+"""Fixtures of the cases."""
+
+from tests.on_host import kernel_on_host
+
+__all__ = ["kernel_on_host"]
