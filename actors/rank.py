@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +20,8 @@ from hicache_ray.lease import Place
 from hicache_ray.records import Compute, Outcome, Record
 from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage import ArenaClient
+
+log = logging.getLogger("hicache_ray.actors")
 
 #: Ranks that join a group have loaded their model already, so they meet soon or not at all.
 JOIN_S = 30.0
@@ -75,11 +79,13 @@ class RankShell:
     def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> int:
         """Enter the group of this incarnation, on a new port; whatever an earlier one still asks for is refused from now on.
 
-        Returns the id of this process.
+        Returns the id of this process. Raises :class:`~hicache_ray.errors.LayoutBroken` where pages do not survive the way through the
+        tiers.
         """
         from hicache_ray.ask import tags_of
         from hicache_ray.executor import Executor, Rank
         from hicache_ray.integrations.transformers import TpConfig, join, leave
+        from hicache_ray.selftest import self_test
 
         self._drain()
         leave()
@@ -89,6 +95,8 @@ class RankShell:
             self.store = ArenaClient(setup.socket)
         rank = Rank(setup.rank, self.spec, self.pools, tags)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
+        if note := self_test(rank, self.executor.execute, self.store, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
+            log.warning("rank %d: %s", setup.rank, note)
         engine = setup.config.engine
         join(TpConfig(setup.rank, setup.config.model.tp, port, address, JOIN_S, engine.gloo_timeout_s))
         self._warm_up()

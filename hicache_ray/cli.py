@@ -1,12 +1,14 @@
-"""The command line: ``hicache-ray demo | probe | serve | status | stats | flush``.
+"""The command line: ``hicache-ray demo | probe | verify | serve | status | stats | flush``.
 
 Results go to stdout, progress to stderr. Every setting of the configuration is a flag of every command that starts a tier
-(``--storage-size 1GiB``). Exit codes: 0 well, 1 the probe found a problem, 2 something is wrong with what was asked, 130 interrupted.
+(``--storage-size 1GiB``). Exit codes: 0 well, 1 probe or verify found a problem, 2 something is
+wrong with what was asked, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +19,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from hicache_ray import cli_admin, cli_flags, cli_tables
+from hicache_ray import cli_admin, cli_flags, cli_tables, cli_verify
 from hicache_ray.config_sources import Loaded
-from hicache_ray.errors import HiCacheError
+from hicache_ray.errors import ConfigError, HiCacheError
 
 PROMPT_TOKENS = 6145
 
@@ -133,6 +135,45 @@ def demo(
     _write(json_to, [r.to_json() for r in results])
     cli_tables.print_results(results, to_stderr=json_to == "-")
     raise typer.Exit(0 if all(r.passed for r in results) else 1)
+
+
+Models = Annotated[list[str] | None, typer.Option("--model", help="a family, or the folder of a saved model; repeat for several")]
+Only = "repeat for several; default: all that this machine can run"
+
+
+@app.command()
+def verify(
+    model: Models = None,
+    every: Annotated[bool, typer.Option("--all", help="all families, one tiny model with random weights each")] = False,
+    full: Annotated[bool, typer.Option("--full", help="every combination of choices, not only every pair")] = False,
+    json_to: JsonTo = None,
+    layout: Annotated[list[str] | None, typer.Option(help=f"layout of the host pools; {Only}")] = None,
+    io_backend: Annotated[list[str] | None, typer.Option(help=f"io backend; {Only}")] = None,
+    write_policy: Annotated[list[str] | None, typer.Option(help=f"write policy; {Only}")] = None,
+    tier: Annotated[list[str] | None, typer.Option(help=f"device, host, storage or other replica; {Only}")] = None,
+    page_size: Annotated[int | None, typer.Option(help="tokens in a page; default 16, for a folder 64")] = None,
+    grid: Annotated[int | None, typer.Option(help="tokens in a prefill chunk; default 4 pages")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the model")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of weights, prompts and the order of events")] = 0,
+    directory: Annotated[str, typer.Option(help="folder of the storage that is used meanwhile")] = "/dev/shm",
+) -> None:
+    """Prove on this machine that a hit equals a recompute, for a model, in every tier, layout and policy."""
+    with _ended_well() as progress:
+        if not model and not every:
+            raise ConfigError("name a family or a folder with --model, or verify all families with --all")
+        # Set before torch is imported: later it would be too late, and the results would be other bits.
+        os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
+        from hicache_ray.verify.run import Options, run
+
+        page = page_size or (64 if any(os.path.isdir(name) for name in model or ()) else 16)
+        axes = {"layout": layout, "io_backend": io_backend, "write_policy": write_policy, "tier": tier}
+        wanted = {name: values for name, values in axes.items() if values}
+        options = Options(model or (), full, wanted, page, grid or 4 * page, dtype, seed, threads, directory)
+        result = run(options, progress)
+    _write(json_to, result.to_json())
+    cli_verify.print_verified(result, to_stderr=json_to == "-")
+    raise typer.Exit(0 if result.passed else 1)
 
 
 @app.command(context_settings=SETTINGS)

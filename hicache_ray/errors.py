@@ -15,6 +15,10 @@ class UnsupportedModel(ConfigError):
     """A model type that the tier refuses, or does not know, with the reason."""
 
 
+class LayoutBroken(ConfigError):
+    """The self-test at start found that pages do not arrive where they should; the message names the axis."""
+
+
 class CapacityError(HiCacheError):
     """A request can never fit the configured pools."""
 

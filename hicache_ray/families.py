@@ -56,15 +56,19 @@ UNCACHED = ("moe", "mlp")
 @dataclass(frozen=True)
 class Family:
     """Layer type -> templates of its components. ``tp``: whether the engine can split the model over ranks. ``attention``: the
-    implementation it is loaded with ("eager" where the model has attention sinks, which sdpa does not know)."""
+    implementation it is loaded with ("eager" where the model has attention sinks, which sdpa does not know). ``decode``: why a token that
+    was decoded leaves another state than the same token in a prompt does, by more than rounding; empty where it does not."""
 
     layers: Mapping[str, tuple[Template, ...]]
     tp: bool = False
     attention: str = "sdpa"
+    decode: str = ""
 
 
 _FULL = {"full_attention": (FULL_KV,)}
 _WINDOWS = {**_FULL, "sliding_attention": (WINDOW_KV,)}
+#: transformers 5.24: ``torch_mamba_chunk_scan_combined`` is given ``dt_limit``, ``torch_selective_state_update`` is not.
+_TIME_STEP = "its upstream code limits the time step (time_step_min) in prefill and not in decode"
 _GDN = {**_FULL, "linear_attention": (GATED_DELTA,)}
 _DSA = {"indexed_attention": (MLA, INDEX_KEYS)}
 _MAMBA_D = mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
@@ -109,9 +113,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bamba": Family({**_FULL, "linear_attention": (_MAMBA_D,)}),
         "falcon_h1": Family({"hybrid": (FULL_KV, _MAMBA_D)}),
         "granitemoehybrid": Family({**_FULL, "linear_attention": (_MAMBA_D,)}),
-        "nemotron_h": Family({**_FULL, "linear_attention": (_NEMOTRON,)}),
+        "nemotron_h": Family({**_FULL, "linear_attention": (_NEMOTRON,)}, decode=_TIME_STEP),
         "zamba2": Family(
-            {"hybrid": (with_heads(FULL_KV, "num_key_value_heads", "attention_head_dim"), _ZAMBA), "linear_attention": (_ZAMBA,)}
+            {"hybrid": (with_heads(FULL_KV, "num_key_value_heads", "attention_head_dim"), _ZAMBA), "linear_attention": (_ZAMBA,)},
+            decode=_TIME_STEP,
         ),
         "mamba2": Family({"linear_attention": (_MAMBA2,)}, attention="eager"),
         "qwen3_next": Family(_GDN),

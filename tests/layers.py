@@ -21,13 +21,13 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "group": ("group",),
     "tools": (
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
-        *("ask", "digest", "executor", "probe_result", "testing", "testing_parts", "testing_queues"),
+        *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_queues"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
-    "cli": ("cli", "cli_admin", "cli_flags", "cli_tables"),
+    "cli": ("cli", "cli_admin", "cli_flags", "cli_tables", "cli_verify"),
 }
 #: Layers that are a folder: everything in it belongs to them.
-FOLDERS = ("storage", "integrations", "actors")
+FOLDERS = ("storage", "integrations", "verify", "actors")
 
 #: The layers that decide and perform nothing.
 CORE = ("vocabulary", "structures", "stages", "cache", "group")
@@ -42,8 +42,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "storage": ("vocabulary", "storage"),
     "tools": (*CORE, "tools", "storage"),
     "integrations": (*CORE, "tools", "integrations"),
+    "verify": (*CORE, "tools", "storage", "integrations", "verify"),
     "actors": (*CORE, "tools", "storage", "integrations", "actors", "package"),
-    "cli": (*CORE, "tools", "storage", "integrations", "actors", "cli", "package"),
+    "cli": (*CORE, "tools", "storage", "integrations", "verify", "actors", "cli", "package"),
     "examples": (*CORE, "tools", "storage", "integrations", "actors", "examples", "package"),
 }
 

@@ -54,9 +54,10 @@ def libraries(module: Module, found: list[Import]) -> Iterator[str]:
 
 
 def cli_starts_fast(module: Module, found: list[Import]) -> Iterator[str]:
-    """The CLI reaches the actors (and with them Ray) inside its commands only."""
+    """The CLI reaches the actors (and with them Ray) and verify (and with it torch) inside its commands only."""
     for i in found:
-        if module.layer == "cli" and layer_of(i.target) in ("actors", "integrations") and not i.lazy:
+        heavy = layer_of(i.target) in ("actors", "integrations", "verify") and i.target != "hicache_ray.verify.result"
+        if module.layer == "cli" and heavy and not i.lazy:
             yield f"{_where(module, i.line)} imports {i.target} at its top; import it in the command that needs it"
 
 
