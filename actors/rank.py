@@ -61,7 +61,8 @@ class RankShell:
         from hicache_ray.pool import Pool
 
         config = self.setup.config
-        loaded = build(self.setup.folder, config.cache.page_size, config.model.dtype, self.setup.rank, config.model.tp)
+        model = config.model
+        loaded = build(self.setup.folder, config.cache.page_size, model.dtype, self.setup.rank, model.tp, model.device)
         self.spec: CacheSpec = loaded.spec
         device = str(loaded.model.device)
         self.mover = mover = Mover(choose(config.cache.io_backend, device, config.cache.layout), device=device)

@@ -148,7 +148,8 @@ class CacheGroup:
         threads = str(self.config.model.threads_per_rank)
         # Set before torch is imported: later it would be too late, and the results would be other bits.
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        return RankActor.options(**self._at(rank + 1), runtime_env={"env_vars": env}).remote(setup)
+        gpus = 1 if self.config.model.device == "cuda" else 0
+        return RankActor.options(**self._at(rank + 1), num_gpus=gpus, runtime_env={"env_vars": env}).remote(setup)
 
     async def _new_coordinator(self) -> Any:
         """In the place of the old one, whose name is free only when Ray has seen it die."""

@@ -189,7 +189,8 @@ def application(config: Config, prepared: Prepared, socket: str, replicas: int, 
     ``deployment``: one of your own over a subclass of :class:`HiCacheDeployment`; none: :class:`HttpDeployment`. Deployed again with
     another number of ``replicas`` and the same rest, the replicas that run stay.
     """
-    bundles = [{"CPU": 0.1}] + [{"CPU": 1.0}] * config.model.tp
+    rank = {"CPU": 1.0} | ({"GPU": 1.0} if config.model.device == "cuda" else {})
+    bundles = [{"CPU": 0.1}] + [rank] * config.model.tp
     app = config.serve.name
     chosen: Any = deployment or HttpDeployment
     sized = chosen.options(

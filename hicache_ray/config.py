@@ -57,6 +57,7 @@ class ModelConfig(Section):
     path: str | None = Field(None, description="folder with the model; null: a small one with random weights is made")
     size: Literal["demo", "tiny"] = Field("demo", description="size of the model that is made when path is null")
     tp: Count = Field(1, description="tensor-parallel ranks of one replica")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; with cuda each rank takes one GPU")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights, activations and cache")
     threads_per_rank: Count = Field(1, description="CPU threads of one rank; part of what bit-exactness depends on")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of the random weights when path is null")
@@ -194,6 +195,8 @@ class Config(Section):
             value = getattr(getattr(self, section), field)
             if value in missing:
                 raise ValueError(f'{name} is "{value}", which this version cannot do yet; choose one of {", ".join(choices(name))}')
+        if self.model.device == "cpu" and self.cache.io_backend == "kernel":
+            raise ValueError('cache.io_backend is "kernel", which needs model.device cuda; on a cpu choose one of auto, direct')
         if (self.serve.host, self.serve.port) == (self.admin.host, self.admin.port):
             raise ValueError(f"admin.port is {self.admin.port}, and so is serve.port; choose different ports")
         return self

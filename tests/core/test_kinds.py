@@ -100,3 +100,20 @@ def test_decode_never_makes_canonical_bytes() -> None:
     loose.flush()
     assert loose.put(TOKENS[:257]).l3 == 256
     at_rest(loose)
+
+
+def test_without_exact_a_repeated_prompt_resumes_at_its_last_whole_page() -> None:
+    for count in (640, 639, 577, 576, 330, 257, 256, 65, 64, 1):
+        loose = stack(store(), False)
+        loose.put(TOKENS[:count])
+        loose.settle()
+        expected = (count - 1) // 64 * 64
+        assert loose.put(TOKENS[:count]).l1 == expected
+        loose.settle()
+        loose.flush(l1=True, l2=False)
+        assert loose.put(TOKENS[:count]).l2 == expected
+        loose.settle()
+        loose.flush()
+        assert loose.put(TOKENS[:count]).l3 == expected
+        loose.settle()
+        at_rest(loose)

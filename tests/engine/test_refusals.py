@@ -160,3 +160,10 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 weights of \"qwen3\" \(model.layers.1.mlp.up_proj.weight"):
         build(tmp_path, PAGE)
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match='model.device is "cuda", and no GPU is visible to this rank; choose cpu'):
+        build(make_weights("qwen3", tmp_path, "tiny"), 64, device="cuda")

@@ -67,12 +67,14 @@ def read_config(folder: str | Path) -> Any:
     return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
 
 
-def build(folder: str | Path, page_size: int, dtype: str = "float32", rank: int = 0, world: int = 1) -> Loaded:
+def build(folder: str | Path, page_size: int, dtype: str = "float32", rank: int = 0, world: int = 1, device: str = "cpu") -> Loaded:
     """Load the model of ``folder`` as rank ``rank`` of ``world`` runs it, with its cache spec. The process group is not needed yet.
 
     Raises :class:`ConfigError` (a model that ``world`` does not divide, a folder without the weights, a cache that the spec does not
-    cover) or UnsupportedModel.
+    cover, a device that this process does not see) or UnsupportedModel.
     """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f'model.device is "{device}", and no GPU is visible to this rank; choose cpu, or run on a node with a free GPU')
     config = read_config(folder)
     spec = spec_from_config(config, page_size, world, dtype)
     tp.check(config, rank, world)
@@ -88,7 +90,7 @@ def build(folder: str | Path, page_size: int, dtype: str = "float32", rank: int 
         )
     check_covered(model.eval(), spec_from_config(config, page_size, 1, dtype))
     tp.shard(model, rank, world)
-    return Loaded(model, spec)
+    return Loaded(model.to(device), spec)
 
 
 def _dtype(name: str) -> torch.dtype:
