@@ -76,7 +76,9 @@ def prepare(config: Config, folder: str) -> Prepared:
     check_capacities(config, spec)
     settings_of(config).check(spec)
     made = f"{config.model.family}-{config.model.size}-seed{config.model.seed}-{config.model.dtype}"
-    return Prepared(answer["folder"], spec, weights_id(answer["folder"]) if config.model.path else made)
+    if config.model.path and not config.namespace.model_id:
+        made = weights_id(answer["folder"])
+    return Prepared(answer["folder"], spec, made)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,14 @@ from typing import Protocol
 
 from hicache_ray.ask import ask
 from hicache_ray.cache import Cache
-from hicache_ray.errors import Busy, GroupLost, HiCacheError
+from hicache_ray.errors import Busy, Cancelled, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
 from hicache_ray.story import Ended, Event, Request
+
+log = logging.getLogger("hicache_ray.actors")
 
 #: How much longer than the deadlines of a record and of those before it its report may take before the group counts as lost.
 GRACE_S = 10.0
@@ -133,9 +136,9 @@ class Driver:
         """A refusal is the caller's; any other error inside the group leaves it in no state to go on."""
         try:
             yield
-        except HiCacheError:
-            raise
         except Exception as error:
+            if isinstance(error, HiCacheError) and not isinstance(error, Inconsistent):
+                raise
             self.lose(f"the coordinator failed: {type(error).__name__}: {error}")
             raise GroupLost(self.lost) from error
 
@@ -206,6 +209,8 @@ class Driver:
         for event in self.group.events():
             queue = self._queues.get(event.rid)
             if queue is None:
+                if isinstance(event, Ended) and event.error is not None and not isinstance(event.error, Cancelled | GroupLost):
+                    log.warning("%s ended with an error: %s", event.rid, event.error)
                 continue
             if queue.full():
                 # The reader is far behind. It learns of that in the place of its oldest event, and gets no more.

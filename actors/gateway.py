@@ -28,6 +28,8 @@ from hicache_ray.errors import Busy, ConfigError, HiCacheError
 
 #: Longest wait for one actor's answer to a question.
 ASK_S = 10.0
+#: Longest time that a flush waits for backups to end, and that storage takes to empty itself.
+FLUSH_S = 30.0
 #: Longest wait for the endpoint to bind.
 START_S = 60.0
 #: The only path that needs no token.
@@ -137,7 +139,7 @@ class ClusterBackend:
             if busy:
                 raise Busy(f"requests are under way on {len(busy)} of {len(replicas)} replicas; give timeout_s to wait for them")
         # The last of these to empty L3 does so when all others have nothing in flight from before.
-        wait = (timeout_s or ASK_S) + ASK_S
+        wait = (timeout_s or FLUSH_S) + (FLUSH_S if "storage" in tiers else 0) + ASK_S
         done = await asyncio.gather(
             *(answer(c.flush.remote(list(tiers), timeout_s), wait) for c in replicas.values()), return_exceptions=True
         )

@@ -27,7 +27,8 @@ log = logging.getLogger("hicache_ray.actors")
 JOIN_S = 30.0
 #: How much longer than its deadline a copy of an earlier incarnation may take to end.
 DRAIN_GRACE_S = 10.0
-#: Calls of one group run one after the other, in the order in which the coordinator made them.
+#: Threads per kind of call. Forwards and copies run one after the other, in the order of the coordinator's calls; of transfers from and
+#: to storage two run at a time, so that a slow write does not keep a read waiting.
 GROUPS = {"compute": 1, "copy": 1, "store": 2, "control": 2}
 
 

@@ -21,7 +21,7 @@ from ray.util import get_current_placement_group
 from hicache_ray.actors.replica import CacheGroup, Place
 from hicache_ray.actors.setup import Prepared
 from hicache_ray.config import Config
-from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
+from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, RequestRefused
 
 
 class DuplicateId(Busy):
@@ -29,7 +29,7 @@ class DuplicateId(Busy):
 
 
 #: Errors a client is told, and how; the first that fits.
-STATUS = {CapacityError: 400, EngineError: 400, DuplicateId: 409, Busy: 503, GroupLost: 503, Cancelled: 499}
+STATUS = {CapacityError: 400, RequestRefused: 400, EngineError: 500, DuplicateId: 409, Busy: 503, GroupLost: 503, Cancelled: 499}
 #: Requests that Serve lets through beyond those that may wait for the model, so that the replica can refuse them itself, with its reason.
 REFUSABLE = 64
 #: How often an idle group is looked after.

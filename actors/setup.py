@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig
 
 SHARED_MEMORY = "/dev/shm"
+#: Least time that a writer to storage is given, and how much more than the longest transfer.
+HOLD_S, HOLD_MARGIN_S = 30.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def arena_config(config: Config) -> ArenaConfig:
             f"storage.size is {format_size(config.storage.size)} and {where} has {format_size(free)} free; lower storage.size, or set "
             "storage.directory to a folder on a disk (slower, file-backed)"
         )
-    return ArenaConfig(config.storage.name, config.storage.size, directory, lease_s=config.storage.lease_s)
+    # A writer may take as long as the longest transfer; after that its reservation is void, and so is what it wrote.
+    hold_s = max(HOLD_S, config.cache.prefetch_timeout_cap_s + HOLD_MARGIN_S)
+    return ArenaConfig(config.storage.name, config.storage.size, directory, lease_s=config.storage.lease_s, hold_s=hold_s)
 
 
 def namespace_of(config: Config, model_id: str) -> Namespace:
@@ -117,17 +121,15 @@ def recipe_of(config: Config, engine: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def weights_id(folder: str) -> str:
-    """A name for the weights in a folder: a digest of the names, sizes and heads of its files."""
-    h = hashlib.sha256()
+    """A name for the weights in a folder: a digest of all that its files hold (about a second per GB; namespace.model_id spares it)."""
+    h = hashlib.blake2b(digest_size=32)
     for path in sorted(Path(folder).glob("*")):
         if path.suffix in (".json", ".safetensors", ".bin"):
+            h.update(f"{path.name}:{path.stat().st_size}:".encode())
             with path.open("rb") as file:
-                h.update(f"{path.name}:{path.stat().st_size}:".encode() + file.read(1 << 20))
+                while chunk := file.read(1 << 24):
+                    h.update(chunk)
     return f"weights-{h.hexdigest()[:16]}"
-
-
-def spec_to_json(spec: CacheSpec) -> dict[str, Any]:
-    return asdict(spec)
 
 
 def spec_from_json(data: Mapping[str, Any]) -> CacheSpec:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hicache_ray import compute, evict, insert, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
-from hicache_ray.errors import CapacityError, EngineError
+from hicache_ray.errors import CapacityError, EngineError, RequestRefused
 from hicache_ray.keys import extend_keys, look_ahead, other, page_keys, tagged
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
@@ -211,7 +211,10 @@ class Cache:
         kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}
         resumed = plan.with_sources(plan.at(device, shorter, Limit.LOAD_FAILED), kept)
         job.limit = Limit.LOAD_FAILED if shorter < wanted.length else job.limit
+        # What the longer resume alone needed makes room for what must be computed in its place.
+        before, job.leases = job.leases, []
         self._hold(job, device, plan.at(device, shorter))
+        self.res.leases.release_all(before)
         yield from self.descent.room(Tier.DEVICE, self._need(job, resumed))
         return resumed
 
@@ -234,7 +237,7 @@ class Cache:
             )  # fmt: skip
             got = yield record
             if got.error:
-                raise EngineError(f"request {request.rid}: {got.error}")
+                raise (RequestRefused if got.refused else EngineError)(f"request {request.rid}: {got.error}")
             if len(got.output) != steps:
                 raise EngineError(f"request {request.rid}: the engine sampled {len(got.output)} tokens where {steps} were asked for")
             self.events.append(Sampled(request.rid, got.output, got.logprobs))

@@ -17,7 +17,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Tiers = Annotated[list[str] | None, typer.Option("--tier", help="device, host or storage; repeat for several; default: device and host")]
 Timeout = Annotated[float | None, typer.Option(help="seconds to wait for running requests; without it a busy tier refuses")]
 
-REQUEST_S = 30.0
+REQUEST_S = 90.0
 
 
 def register(app: typer.Typer) -> None:

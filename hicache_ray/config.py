@@ -91,7 +91,7 @@ class CacheConfig(Section):
     )
     prefetch_threshold: Annotated[int, Field(ge=0)] = Field(256, description="tokens; fewer than this are not fetched from storage")
     lookup_deadline_s: Seconds = Field(2.0, description="longest wait for storage to say which pages it has")
-    load_deadline_s: Seconds = Field(10.0, description="longest wait for pages to move from host to device")
+    load_deadline_s: Seconds = Field(10.0, description="longest time for a copy between host and device; 10 s later its rank is lost")
     prefetch_timeout_base_s: Seconds = Field(2.0, description="deadline of a prefetch: this, plus prefetch_timeout_per_1k_tokens_s")
     prefetch_timeout_per_1k_tokens_s: Annotated[float, Field(ge=0)] = Field(
         0.1, description="added to the deadline of a prefetch for every 1,024 tokens"

@@ -24,7 +24,7 @@ import torch
 from hicache_ray import copies_cuda
 from hicache_ray.copies_jobs import PIECE_BYTES, Ints, Job, Pages, move_with_numpy
 from hicache_ray.copies_queues import Device, Order
-from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.errors import ConfigError, GroupLost, HiCacheError
 from hicache_ray.layout import ORDERS, Strided, copy_plan, layer_plan, order_of
 from hicache_ray.pool import Pool
 from hicache_ray.records import Slots
@@ -163,7 +163,7 @@ class Mover:
         return self.order.wait_layer
 
     def move(self, jobs: Sequence[Job]) -> None:
-        """Copy the units of all ``jobs``. Raises :class:`HiCacheError` when other threads take longer than ``timeout_s``.
+        """Copy the units of all ``jobs``. Raises :class:`GroupLost` when other threads take longer than ``timeout_s``.
 
         Threads take the next part when they have done one, so that one that gets no core takes none.
         """
@@ -189,7 +189,8 @@ class Mover:
             begun = [other for other in others if not other.cancel()]
             _, late = wait(begun, self.timeout_s)
         if late:
-            raise HiCacheError(f"a copy did not finish within {self.timeout_s} s; do not use its slots again before the mover is closed")
+            # Its thread may still write: nobody can tell when the slots are safe again.
+            raise GroupLost(f"a copy did not finish within {self.timeout_s} s; its slots cannot be used before the mover is closed")
         for other in begun:
             other.result(0)
 

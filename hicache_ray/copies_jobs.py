@@ -114,6 +114,8 @@ def loops_of(step: Strided) -> Ints:
 
 def move_with_numpy(source: Ints, target: Ints, size: Ints, loops: Ints, stream: bool, begin: int, end: int) -> None:
     """What :func:`hicache_ray.copies_cpu.move` does, one strided numpy copy per piece. numpy releases the GIL as well; it never streams."""
+    if begin >= end:
+        return
     outer, middle, inner = (int(count) for count in loops[:, 0])
 
     def array(address: int, shape: tuple[int, int, int, int], side: int) -> npt.NDArray[np.uint8]:

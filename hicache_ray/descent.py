@@ -32,22 +32,22 @@ class Descent:
         self._next_id = next_id
         self.spawn = spawn
 
-    def backup(self, keys: Path) -> Story:
+    def backup(self, path: Path) -> Story:
         """Under write-through: what the path has in L1 goes to L2. Under every policy: what L2 has of it goes to L3."""
         if self.settings.write_policy is WritePolicy.WRITE_THROUGH:
-            yield from self._pass_through(self._all(keys).path)
-            everything = self._all(keys)
+            yield from self._pass_through(self._all(path).path)
+            everything = self._all(path)
             path = everything.path
             own = {c.name: self._cached((Tier.HOST, c.name), path) for c in self.spec.components}
             yield from self._copy_down(backup.wanted(self.res, everything), path, own)
             # What has just arrived is the deep end of a path whose beginning was here before: together they keep their order.
             for c in self.spec.components:
                 self.res.touch((Tier.HOST, c.name), self._cached((Tier.HOST, c.name), path))
-        yield from self.persist(self._all(keys).path)
+        yield from self.persist(self._all(path).path)
 
-    def _all(self, keys: Path) -> Match:
+    def _all(self, path: Path) -> Match:
         """What of a path is where. Every length inside it is of interest here, not only those below the cap of one request."""
-        return match(self.res, keys, lengths.ones(len(keys.keys) + 1), not self.settings.exact)
+        return match(self.res, path, lengths.ones(len(path.keys) + 1), not self.settings.exact)
 
     def _pass_through(self, path: Path) -> Story:
         """Of a path longer than the host, all goes through it to L3 first, as much at a time as it can take; without L3 it is refused.

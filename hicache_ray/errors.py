@@ -39,6 +39,10 @@ class EngineError(HiCacheError):
     """The model's forward failed for this request; others are not touched."""
 
 
+class RequestRefused(EngineError):
+    """The engine cannot run what this request asks for."""
+
+
 class Inconsistent(HiCacheError):
     """An internal invariant does not hold (a bug). Raised by the ``check()`` of a structure."""
 

@@ -8,15 +8,16 @@ whatever uses it afterwards, on the device or here, is held back until it is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
 from hicache_ray.copies import Copier, Mover
 from hicache_ray.copies_queues import Leg
 from hicache_ray.digest import digest_pages
-from hicache_ray.errors import GroupLost, HiCacheError, StoreError
+from hicache_ray.errors import GroupLost, HiCacheError, StoreError, StoreTimeout
 from hicache_ray.keys import is_other, page_of, tagged
 from hicache_ray.layout import CANONICAL
 from hicache_ray.pool import Pool, Pools
@@ -60,6 +61,7 @@ class Executor:
             host = rank.pools[Tier.HOST][component.name]
             if not host.contiguous_pages:
                 self._staging[component.name] = self._stage(host)
+        self._staging_locks = {name: Lock() for name in self._staging}
         if mover.order is not None:
             self._attach()
 
@@ -149,9 +151,10 @@ class Executor:
         mine = [i for i, key in enumerate(span.keys) if self._writes(span.component, key)]
         self.settle(Tier.HOST, span.component, span.source[mine], timeout_s=self._left(until))
         done = ((1 << len(span)) - 1) ^ sum(1 << i for i in mine)
-        for batch, views in self._views(span.component, mine, span.source, fill=True):
-            put = store.put(self._ids(span, batch), views, self._left(until))
-            done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
+        with self._alone(span.component, until):
+            for batch, views in self._views(span.component, mine, span.source, fill=True):
+                put = store.put(self._ids(span, batch), views, self._left(until))
+                done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
         return done
 
     def _read(self, store: Store, span: Span, until: float) -> int:
@@ -159,13 +162,28 @@ class Executor:
         done = 0
         self.settle(Tier.HOST, span.component, span.target, write=True, timeout_s=self._left(until))
         staged = self._staging.get(span.component)
-        for batch, views in self._views(span.component, list(range(len(span))), span.target, fill=False):
-            got = store.get(self._ids(span, batch), views, self._left(until))
-            good = [j for j in range(len(batch)) if got >> j & 1]
-            if staged is not None and good:
-                staged[2].copy(np.asarray(good, dtype=np.int32), span.target[[batch[j] for j in good]])
-            done |= sum(1 << batch[j] for j in good)
+        with self._alone(span.component, until):
+            for batch, views in self._views(span.component, list(range(len(span))), span.target, fill=False):
+                got = store.get(self._ids(span, batch), views, self._left(until))
+                good = [j for j in range(len(batch)) if got >> j & 1]
+                if staged is not None and good:
+                    staged[2].copy(np.asarray(good, dtype=np.int32), span.target[[batch[j] for j in good]])
+                done |= sum(1 << batch[j] for j in good)
         return done
+
+    @contextmanager
+    def _alone(self, component: str, until: float) -> Iterator[None]:
+        """Records of storage run side by side; a component's staging pool is for one of them at a time."""
+        lock = self._staging_locks.get(component)
+        if lock is None:
+            yield
+            return
+        if not lock.acquire(timeout=self._left(until)):
+            raise StoreTimeout(f"the staging pool of component {component!r} was in use by another transfer until the deadline")
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _views(self, component: str, items: list[int], slots: Slots, fill: bool) -> Iterator[tuple[list[int], list[memoryview]]]:
         """Batches of items with a view of each one's object: in place where the host layout allows it, else in a staging pool."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_ray.cache import Cache
-from hicache_ray.errors import Busy, Cancelled, CapacityError, GroupLost, HiCacheError
+from hicache_ray.errors import Busy, Cancelled, CapacityError, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.lease import Lease
 from hicache_ray.records import Clear, Lookup, Merged, Move, Outcome, Record
 from hicache_ray.spec import Tier
@@ -257,6 +257,8 @@ class Group:
                 waits = tale.story.send(value if started else None)  # type: ignore[arg-type]
         except StopIteration:
             self._end(tale, None)
+        except Inconsistent:
+            raise  # nobody can go on from here
         except HiCacheError as failure:
             self._end(tale, failure)
         else:
@@ -291,6 +293,7 @@ class Group:
         tale.deadline = None  # a record has its own
         to_store = isinstance(record, Lookup | Clear)
         flight = Flight(record, tale, (STORE,) if to_store else self._ranks)
+        # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
         if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
             flight.deadline = self._clock() + record.timeout_s
         if isinstance(record, Move):
@@ -370,4 +373,4 @@ def merge(record: Record, outcomes: Sequence[Outcome]) -> Merged:
     # Digests are told for all ranks or not at all: a rank that failed has none to set beside the others'.
     names = () if error else first.digests
     digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in names}
-    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error)
+    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, any(o.refused for o in outcomes))

@@ -43,10 +43,15 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
             mine = np.array([is_other(name) is kind for name in leg.keys], dtype=bool)
             at = tagged(leg.component, kind)
             host[at] = host.get(at, 0) | _pages(leg.pages, leg_bits & to_bits(mine))
-    k = replace(match, found={**match.found, Tier.HOST: host}).longest(*ORDER)
+    now = replace(match, found={**match.found, Tier.HOST: host})
+    k = now.longest(*ORDER)
     keep = []
     for leg, leg_bits in zip(moved.legs, bits, strict=True):
-        wanted = lengths.needed(res.spec[leg.component], k, res.spec.page_size)
+        component, length = res.spec[leg.component], k
+        if component.role == "draft":
+            local = now.present[Tier.DEVICE][component.name] | now.present[Tier.HOST][component.name]
+            length = lengths.drafted(component, local, k, res.spec.page_size)
+        wanted = lengths.needed(component, length, res.spec.page_size)
         keep.append(sum(1 << i for i in wanted))
         res.counters[(Tier.STORAGE, leg.component)].failures += len(leg.keys) - leg_bits.bit_count()
     transfer.arrive(res, moved, bits, keep)

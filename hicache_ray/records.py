@@ -116,7 +116,10 @@ Record: TypeAlias = Move | Lookup | Compute | Digest | Clear
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank reports of one record. ``error`` is a sentence, empty when all went well; bits may be partial either way."""
+    """What one rank reports of one record. ``error`` is a sentence, empty when all went well; bits may be partial either way.
+
+    ``refused``: the error is what was asked for, not what became of it.
+    """
 
     bits: tuple[int, ...] = ()
     found: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -124,6 +127,7 @@ class Outcome:
     logprobs: tuple[float, ...] = ()
     digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     error: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Merged:
     logprobs: tuple[float, ...] = ()
     digests: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     error: str = ""
+    refused: bool = False
     late: bool = False
 
 

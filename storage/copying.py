@@ -22,10 +22,11 @@ _ALONE = 1 << 20  # bytes below which handing work to a second thread costs more
 
 
 class Copy(NamedTuple):
-    """Equally long, not overlapping."""
+    """Equally long, not overlapping. ``of_source``: the checksum is that of the source, whatever happens to the target meanwhile."""
 
     source: Array
     target: Array
+    of_source: bool = False
 
 
 class Copier:
@@ -36,7 +37,7 @@ class Copier:
         self._pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="hicache-copy")
 
     def run(self, copies: Sequence[Copy], stop: Callable[[], bool]) -> list[int | None]:
-        """Make the copies; returns the xxh3-64 of each target, None for those given up because ``stop()`` became true.
+        """Make the copies; returns the xxh3-64 of each target (or source), None for those given up because ``stop()`` became true.
 
         When it has returned or raised, no thread of ours writes any more. Bounded: ``stop`` is asked before every chunk.
         """
@@ -80,17 +81,18 @@ def _work(copies: Sequence[Copy], todo: Iterator[int], sums: list[int | None], s
 
 
 def _copy(copy: Copy, stop: Callable[[], bool]) -> int | None:
-    source, target = copy
+    source, target, of_source = copy
+    summed = source if of_source else target
     if target.nbytes <= CHUNK:
         target[:] = source
-        return checksum(target)
+        return checksum(summed)
     digest = xxhash.xxh3_64()
     for start in range(0, target.nbytes, CHUNK):
         if stop():
             return None
-        part = target[start : start + CHUNK]
-        part[:] = source[start : start + CHUNK]
-        digest.update(part.data)
+        part = slice(start, start + CHUNK)
+        target[part] = source[part]
+        digest.update(summed[part].data)
     return digest.intdigest()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hicache_ray import copies
 from hicache_ray.copies import BACKENDS, Backend, Copier, Mover, choose, move_with_numpy
-from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.errors import ConfigError, GroupLost, HiCacheError
 from hicache_ray.layout import ORDERS
 from hicache_ray.pool import Pool
 from hicache_ray.records import slots_array
@@ -320,7 +320,7 @@ def test_a_thread_that_hangs_ends_in_a_sentence() -> None:
 
     with Mover(other_thread(hang), timeout_s=0.01) as mover:
         with pytest.raises(
-            HiCacheError, match=r"a copy did not finish within 0.01 s; do not use its slots again before the mover is closed"
+            GroupLost, match=r"a copy did not finish within 0.01 s; its slots cannot be used before the mover is closed"
         ):
             copy_three_mib(mover)
         released.set()
@@ -347,3 +347,16 @@ def test_numba_is_loaded_when_a_mover_opens_and_not_before() -> None:
         "assert 'numba' in sys.modules and not mover.note\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+
+
+def test_the_numpy_fallback_takes_pages_of_many_parts() -> None:
+    """One page of 2 MiB is cut into more parts than it has units: some parts are empty."""
+    component = Component("full", Kind.FULL, (Field("k", 8, 128, 4, "float32"), Field("v", 8, 128, 4, "float32")), (0, 1, 2, 3))
+    source, target = Pool(component, 64, 4, "layer_first"), Pool(component, 64, 4, "page_first_direct")
+    assert source.page_bytes == 2 << 20
+    source.buffer.numpy()[:] = np.random.default_rng(3).integers(0, 256, source.buffer.numel(), dtype=np.uint8)
+    with Mover(Backend("direct", "cpu", tuple(ORDERS), lambda: (move_with_numpy, "")), threads=2) as mover:
+        Copier(source, target, mover).copy(slots_array([1]), slots_array([2]))
+    for field in ("k", "v"):
+        assert bool((source.rows(field)[1] == target.rows(field)[2]).all())
+        assert int(target.rows(field)[0].sum()) == 0

@@ -192,7 +192,7 @@ def test_a_copy_that_is_stopped_leaves_no_writer_behind() -> None:
     copier, looks = Copier(2), iter(range(10**9))
 
     def stop() -> bool:
-        if next(looks) == 20:
+        if next(looks) >= 20:  # whichever thread looks: a helper that fails does not stop the other
             raise KeyboardInterrupt
         return False
 
@@ -213,3 +213,32 @@ def test_deadline(clock: FakeClock) -> None:
     assert deadline.passed()
     with pytest.raises(StoreTimeout):
         deadline.left()
+
+
+def test_what_somebody_else_wrote_over_an_object_is_a_miss(client: ArenaClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is that of the source: a stranger's bytes in our memory, before it was summed, do not pass for ours."""
+    run = Copier.run
+
+    def overwritten(self: Copier, copies: list[Copy], stop: Callable[[], bool]) -> list[int | None]:
+        sums = run(self, copies, stop)
+        for copy in copies:
+            if copy.of_source:
+                copy.target[:] = 0xEE
+        return sums
+
+    monkeypatch.setattr(Copier, "run", overwritten)
+    assert put(client, [1]) == 1
+    monkeypatch.undo()
+    target = bytearray(PAGE)
+    assert client.get([name(1)], [target], TIMEOUT_S) == 0
+
+
+def test_a_writer_that_outlives_its_reservation_seals_nothing(connect: Connect, service: ArenaService) -> None:
+    """The reservation ends by the writer's own clock, whatever the deadline of the call."""
+    clock = SlowCopies()
+    client = connect(service.address, clock=clock)
+    assert put(client, [1]) == 1
+    clock.step = 40.0
+    assert client.put([name(2)], [page(2)], 1000.0) == 0
+    clock.step = 0.0
+    assert client.get([name(2)], [bytearray(PAGE)], TIMEOUT_S) == 0

@@ -70,7 +70,7 @@ class Engine:
         except GroupLost:
             raise
         except EngineError as error:
-            return Outcome(error=str(error))
+            return Outcome(error=str(error), refused=True)
         except Exception as error:  # whatever a model's forward may raise
             return Outcome(error=f"the forward of request {record.rid!r} failed: {type(error).__name__}: {error}")
 
