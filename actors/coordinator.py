@@ -24,7 +24,7 @@ from hicache_ray.explain import differing_fields
 from hicache_ray.group import Group
 from hicache_ray.keys import Namespace, page_keys
 from hicache_ray.match import match
-from hicache_ray.records import Compute, Digest, Lookup, Move, Outcome, Record, Tokens
+from hicache_ray.records import Lane, Lookup, Outcome, Record, Tokens, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.spec import CacheSpec, Tier
@@ -64,13 +64,8 @@ class RankHandles:
 
     def execute(self, rank: int, record: Record, incarnation: int) -> Awaitable[Outcome]:
         handle = self.handles[rank]
-        if isinstance(record, Compute):
-            call = handle.compute
-        elif isinstance(record, Digest) or (isinstance(record, Move) and Tier.STORAGE not in (record.source, record.target)):
-            call = handle.copy
-        else:
-            call = handle.transfer
-        out: Awaitable[Outcome] = call.remote(record, incarnation)
+        calls = {Lane.COMPUTE: handle.compute, Lane.COPY: handle.copy, Lane.STORAGE: handle.transfer}
+        out: Awaitable[Outcome] = calls[lane_of(record)].remote(record, incarnation)
         return out
 
 

@@ -20,7 +20,7 @@ from hicache_ray.ask import ask
 from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, Cancelled, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record
+from hicache_ray.records import Clear, Lookup, Outcome, Record, lane_of
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
 from hicache_ray.story import Ended, Event, Request
@@ -191,7 +191,7 @@ class Driver:
     def _patience(self, envelope: Envelope) -> Iterator[float]:
         """How long to wait for a report, in seconds. A rank executes the records of one kind in turn, and those before this one may take
         all of their own time."""
-        lane, seconds = (envelope.rank, _kind(envelope.record)), envelope.record.timeout_s
+        lane, seconds = (envelope.rank, lane_of(envelope.record)), envelope.record.timeout_s
         self._ahead[lane] = self._ahead.get(lane, 0.0) + seconds
         try:
             yield self._ahead[lane] + GRACE_S
@@ -246,10 +246,3 @@ def _force(queue: asyncio.Queue[Event], event: Event) -> None:
 
 async def _now(outcome: Outcome) -> Outcome:
     return outcome
-
-
-def _kind(record: Record) -> str:
-    """Records of one kind are executed in turn by a rank; see the concurrency groups of the rank actor."""
-    if isinstance(record, Compute):
-        return "compute"
-    return "store" if isinstance(record, Move) and Tier.STORAGE in (record.source, record.target) else "copy"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
@@ -112,6 +113,24 @@ class Clear:
 
 
 Record: TypeAlias = Move | Lookup | Compute | Digest | Clear
+
+
+class Lane(str, Enum):
+    """Records of one lane are executed in turn by a rank (of ``STORAGE``, they begin in turn); lanes do not wait for each other."""
+
+    ASK = "ask"
+    COMPUTE = "compute"
+    COPY = "copy"
+    STORAGE = "storage"
+
+
+def lane_of(record: Record) -> Lane:
+    """The lane of a record; questions to L3 as a whole (``ASK``) are no rank's."""
+    if isinstance(record, (Lookup, Clear)):
+        return Lane.ASK
+    if isinstance(record, Compute):
+        return Lane.COMPUTE
+    return Lane.STORAGE if isinstance(record, Move) and Tier.STORAGE in (record.source, record.target) else Lane.COPY
 
 
 @dataclass(frozen=True)

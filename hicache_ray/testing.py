@@ -25,7 +25,7 @@ from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, Namespace, as_tokens, other, page_keys, tagged
 from hicache_ray.match import match
 from hicache_ray.pool import Pool
-from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome, Record, Tokens
+from hicache_ray.records import Clear, Compute, Lane, Lookup, Move, Outcome, Tokens, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.settings import Settings, WritePolicy
@@ -39,12 +39,6 @@ from hicache_ray.testing_queues import QueuedEngine, fake_mover
 __all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "state", "window"]
 
 TIERS: Mapping[str, Tier] = {"l1": Tier.DEVICE, "l2": Tier.HOST, "l3": Tier.STORAGE}
-
-
-def _lane(record: Record) -> str:
-    if isinstance(record, Compute):
-        return "compute"
-    return "storage" if isinstance(record, Move) and Tier.STORAGE in (record.source, record.target) else "copy"
 
 
 @dataclass(frozen=True)
@@ -402,8 +396,8 @@ class Stack:
         """
         self._settle_devices()
         self.group.check()
-        for lane in ("compute", "copy", "storage"):
-            first, *others = ([e.record.id for e in executed if _lane(e.record) == lane] for executed in self.executed)
+        for lane in Lane:
+            first, *others = ([e.record.id for e in executed if lane_of(e.record) is lane] for executed in self.executed)
             if any(mine[: len(first)] != first[: len(mine)] for mine in others):
                 raise HiCacheError(f"two ranks have executed {lane} records in different orders")
 

@@ -18,7 +18,7 @@ from hicache_ray.errors import HiCacheError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.pool import Pool
-from hicache_ray.records import Clear, Compute, Lookup, Move, Record
+from hicache_ray.records import Clear, Lane, Lookup, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.selftest import self_test
 from hicache_ray.settings import Settings
@@ -28,7 +28,6 @@ from hicache_ray.story import Ended, Report, Request, Sampled
 from hicache_ray.verify.bench import Bench
 
 DESCRIBE_S = 10.0
-LANES = ("compute", "copy", "storage", "ask")
 
 
 class Chance(Protocol):
@@ -62,14 +61,6 @@ class Setup:
     recipe: Mapping[str, str]
 
 
-def _lane(record: Record) -> str:
-    if isinstance(record, Lookup | Clear):
-        return "ask"
-    if isinstance(record, Compute):
-        return "compute"
-    return "storage" if isinstance(record, Move) and Tier.STORAGE in (record.source, record.target) else "copy"
-
-
 class Replica:
     """Close it: it has copy threads."""
 
@@ -89,7 +80,7 @@ class Replica:
         self.rank = Rank(0, spec, {Tier.DEVICE: bench.pools, Tier.HOST: self.host}, {name: of[0] for name, of in self.tags.items()})
         self.executor = Executor(self.rank, self.mover, store, bench.run, _no_time)
         self.answers: dict[str, Answer] = {}
-        self._lanes: dict[str, deque[Envelope]] = {name: deque() for name in LANES}
+        self._lanes: dict[Lane, deque[Envelope]] = {lane: deque() for lane in Lane}
         self._done: set[str] = set()
 
     def close(self) -> None:
@@ -145,7 +136,7 @@ class Replica:
 
     def _collect(self) -> None:
         for envelope in self.group.take():
-            self._lanes[_lane(envelope.record)].append(envelope)
+            self._lanes[lane_of(envelope.record)].append(envelope)
         for event in self.group.events():
             if isinstance(event, Ended) and event.rid not in self.answers:
                 self._done.add(event.rid)
