@@ -12,10 +12,10 @@ from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.copies_queues import Queue
 from hicache_ray.errors import Busy, CapacityError, HiCacheError
 from hicache_ray.group import Envelope
-from hicache_ray.records import Compute, Outcome
+from hicache_ray.records import Compute, Outcome, lane_of
 from hicache_ray.spec import Component, Tier
 from hicache_ray.story import Phase
-from hicache_ray.testing import Stack, _lane, chunked, full, state, window
+from hicache_ray.testing import Stack, chunked, full, state, window
 from tests.core.drive import all_bytes_are_right, at_rest, ended
 from tests.queues import slow, without_fences
 
@@ -153,7 +153,7 @@ class Life:
 
     def waiting_now(self) -> list[tuple[int, str]]:
         for envelope in self.stack.pending():
-            self.waiting.setdefault((envelope.rank, _lane(envelope.record)), []).append(envelope)
+            self.waiting.setdefault((envelope.rank, lane_of(envelope.record)), []).append(envelope)
         return [lane for lane, queue in self.waiting.items() if queue]
 
     def deliver(self) -> None:

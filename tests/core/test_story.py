@@ -9,10 +9,10 @@ import pytest
 
 from hicache_ray.errors import Cancelled, EngineError, GroupLost, HiCacheError
 from hicache_ray.group import Envelope
-from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, Record
+from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, Record, lane_of
 from hicache_ray.spec import Tier
 from hicache_ray.story import Ended
-from hicache_ray.testing import Served, _lane
+from hicache_ray.testing import Served
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, prompt
 from tests.core.scenes import CROWDED, DIGESTS, FETCH, PREFETCH, SCENES, A, B, Scene, all_is_well_and_the_next_request_too, go_on
 
@@ -143,7 +143,7 @@ def test_reports_in_any_order_and_more_than_once(scene: Scene) -> None:
         proceeded = False
         while True:
             for envelope in stack.pending():
-                waiting.setdefault((envelope.rank, _lane(envelope.record)), []).append(envelope)
+                waiting.setdefault((envelope.rank, lane_of(envelope.record)), []).append(envelope)
             ready = [lane for lane, queue in waiting.items() if queue]
             if ready and (not reports or rng.random() < 0.5):
                 envelope = waiting[rng.choice(ready)].pop(0)
