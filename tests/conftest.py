@@ -26,7 +26,6 @@ def _enter(world: Path) -> None:
         HOME=str(home),  # Ray writes its token file there
         HF_HOME=str(home / "hf"),
         HF_HUB_OFFLINE="1",
-        MPLBACKEND="Agg",
         OMP_NUM_THREADS="1",
         OMP_WAIT_POLICY="PASSIVE",
         RAY_TMPDIR=str(world),
