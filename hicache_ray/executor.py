@@ -201,7 +201,7 @@ class Executor:
             yield batch, [pool.page(j) for j in range(len(batch))]
 
     def _writes(self, component: str, key: bytes) -> bool:
-        return self._rank.spec[component].shard is not Shard.REPLICATED or key[0] % self._rank.spec.ranks == self._rank.rank
+        return self._rank.spec[component].shard is not Shard.REPLICATED or key[-1] % self._rank.spec.ranks == self._rank.rank
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
         names = [span.keys[i] for i in items]

@@ -1,8 +1,11 @@
 """Names of bytes: page keys, object tags, and the readable records beside them.
 
-The *page key* of page ``i`` is a sha256 chain over the namespace and all tokens up to the end of that page; it never depends on rank, TP
-size or component. A *tag* names one of the objects under it: component and geometry, shard, recipe. Every hashed field is length-prefixed,
-so that no two lists of fields share an encoding. Nothing depends on the process (no ``hash()``, no dict order, native byte order fixed).
+The *page key* of page ``i`` ends in a sha256 chain over the namespace and all tokens up to the end of that page; it never depends on rank,
+TP size or component. Before that stand the *space*, the same in all keys of a namespace, and the *group*, the same in all keys of a path
+from page ``GROUP_PAGES - 1`` on: a store of many nodes keeps what it knows of a group on one of them, so that it finds, and loses, prefixes
+as a whole. (The pages before that are in the group of their first one: a path cannot know how it will go on.) A *tag* names one of the
+objects under a page key: component and geometry, shard, recipe. Every hashed field is length-prefixed, so that no two lists of fields share
+an encoding. Nothing depends on the process (no ``hash()``, no dict order, native byte order fixed).
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import numpy as np
 
 from hicache_ray.records import Tokens
 from hicache_ray.spec import CacheSpec, Component, Shard
-from hicache_ray.store import KEY_BYTES, TAG_BYTES
+from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES, TAG_BYTES
+
+#: Pages of a path that decide its group. Part of the keys: another value empties every store.
+GROUP_PAGES = 4
 
 #: The recipe of bytes that no particular computation is promised for.
 ANY: Mapping[str, str] = {}
@@ -27,13 +33,15 @@ OTHER = b"~"
 
 @dataclass(frozen=True)
 class Namespace:
-    """Who may share pages: everything here is part of every page key. ``salt`` is a tenant's secret from trusted configuration."""
+    """Who may share pages: everything here is part of every page key. ``salt`` is a tenant's secret from trusted configuration;
+    ``tenant`` its name, under which a store counts what it keeps."""
 
     model: str
     revision: str = ""
     adapter: str = ""
     salt: str = ""
     page_size: int = 64
+    tenant: str = ""
 
     def record(self) -> dict[str, str]:
         """The readable form kept in the store. The salt appears as a digest only."""
@@ -42,8 +50,8 @@ class Namespace:
         return out
 
     def digest(self) -> bytes:
-        """Root of the chains of this namespace, ``KEY_BYTES`` long."""
-        return _digest(("hicache_ray.namespace.1", *(x for f in fields(self) for x in (f.name, str(getattr(self, f.name))))))
+        """Root of the chains of this namespace, ``DIGEST_BYTES`` long; it begins with the namespace's space."""
+        return _digest(("hicache_ray.namespace.2", *(x for f in fields(self) for x in (f.name, str(getattr(self, f.name))))))
 
 
 def _digest(parts: Iterable[str | bytes]) -> bytes:
@@ -74,16 +82,29 @@ def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens) -> t
     """The chain of page keys that starts at ``root``, continued over the whole pages of ``tokens`` from what is ``known``."""
     raw = np.ascontiguousarray(tokens, dtype="<i4").data.cast("B")
     head = (size * 4).to_bytes(8, "little")
-    key = known[-1] if known else root
+    space = root[:SPACE_BYTES]
+    digest = known[-1][-DIGEST_BYTES:] if known else root
+    group = group_of(known[-1]) if known else b""
     out = list(known)
     for i in range(len(known), len(tokens) // size):
-        h = hashlib.sha256(key)
+        h = hashlib.sha256(digest)
         h.update(head)
         h.update(raw[i * size * 4 : (i + 1) * size * 4])
-        key = h.digest()
-        out.append(key)
-    assert len(key) == KEY_BYTES
+        digest = h.digest()
+        if i in (0, GROUP_PAGES - 1):
+            group = digest[:GROUP_BYTES]
+        out.append(space + group + digest)
     return tuple(out)
+
+
+def space_of(key: bytes) -> bytes:
+    """What all keys of the same namespace begin with; also of a namespace's digest and of an object's id."""
+    return key[:SPACE_BYTES]
+
+
+def group_of(key: bytes) -> bytes:
+    """The prefix group of a key, or of an object's id."""
+    return key[SPACE_BYTES : SPACE_BYTES + GROUP_BYTES]
 
 
 def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: int) -> tuple[bytes, ...]:
@@ -91,7 +112,8 @@ def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: i
     raw = np.ascontiguousarray(tokens, dtype="<i4")
     known = max(0, min(len(keys), (len(raw) - count) // page_size))
     ends = ((i + 1) * page_size for i in range(known))
-    return tuple(_digest(("hicache_ray.ahead.1", key, raw[end : end + count].tobytes())) for key, end in zip(keys, ends, strict=False))
+    named = zip(keys, ends, strict=False)
+    return tuple(key[:-DIGEST_BYTES] + _digest(("hicache_ray.ahead.1", key, raw[end : end + count].tobytes())) for key, end in named)
 
 
 def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapping[str, str]) -> dict[str, str]:

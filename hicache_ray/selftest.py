@@ -103,7 +103,7 @@ class _Journey:
         ranks, mine = self.rank.spec.ranks, self.rank.rank
         wanted = PAGES * (self.check + 1)
         numbers = np.arange(wanted * ranks * 8 + 64, dtype=np.int32)
-        return [key for key in chain(namespace.digest(), 1, (), numbers) if key[0] % ranks == mine][:wanted]
+        return [key for key in chain(namespace.digest(), 1, (), numbers) if key[-1] % ranks == mine][:wanted]
 
     def run(self) -> str:
         for number in range(self.check + 1):

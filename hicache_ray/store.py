@@ -1,9 +1,15 @@
 """The store protocol: the port through which the core and the ranks reach L3.
 
 An *object* is the bytes of one page (or one snapshot) of one component of one shard. Its id is ``page key + tag``: ``KEY_BYTES`` that
-name the prefix and ``TAG_BYTES`` that name component, geometry, shard and recipe (see :mod:`hicache_ray.keys`). To a store both are
-opaque. Calls are batched and bounded: a store that cannot answer within ``timeout_s`` seconds raises
-:class:`~hicache_ray.errors.StoreTimeout`. Callers treat every :class:`~hicache_ray.errors.StoreError` as a miss.
+name the prefix and ``TAG_BYTES`` that name component, geometry, shard and recipe (see :mod:`hicache_ray.keys`)::
+
+    id     key (48) | tag (16)
+    key    space (8): of the namespace | group (8): of the path, for placement | digest (32)
+
+To a store an id is opaque, but for two things: what belongs to one namespace begins with the same ``SPACE_BYTES``, so that it can be
+counted and cleared together, and keys with the same group belong together, so that their entries live on the same node. Calls are batched
+and bounded: a store that cannot answer within ``timeout_s`` seconds raises :class:`~hicache_ray.errors.StoreTimeout`. Callers treat every
+:class:`~hicache_ray.errors.StoreError` as a miss.
 
 Bitsets are Python ints: bit ``i`` speaks of the ``i``-th id (or key) of the call.
 """
@@ -17,7 +23,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import Self
 
-KEY_BYTES = 32
+SPACE_BYTES = 8
+GROUP_BYTES = 8
+DIGEST_BYTES = 32
+KEY_BYTES = SPACE_BYTES + GROUP_BYTES + DIGEST_BYTES
 TAG_BYTES = 16
 
 #: Anything with a contiguous byte buffer (memoryview, pyarrow.Buffer, numpy array). The length is checked, the type is not.
@@ -100,8 +109,11 @@ class Store(Protocol):
         """Remove objects; returns the bitset of those that existed."""
         ...
 
-    def clear(self, timeout_s: float) -> int:
-        """Remove every object; returns how many there were. Complete when it returns."""
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        """Remove every object whose id starts with ``prefix``; returns how many there were.
+
+        Complete when it returns, and fenced: a put of such an object that began before it makes nothing visible afterwards.
+        """
         ...
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:

@@ -89,9 +89,9 @@ class ArenaClient:
                 existed |= connection.call(Kind.DROP, wire.ids(some), deadline).bits(len(some)) << at
         return existed
 
-    def clear(self, timeout_s: float) -> int:
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         with self._session.asking(timeout_s) as (connection, deadline):
-            return connection.call(Kind.CLEAR, b"", deadline).number("Q")
+            return connection.call(Kind.CLEAR, wire.number(len(prefix), "H") + prefix, deadline).number("Q")
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         if len(prefix) > ID_BYTES:

@@ -185,11 +185,12 @@ class ArenaIndex:
                 self._remove(entry)
         return bits.pack(existed)
 
-    def clear(self) -> int:
-        """Remove everything and revoke every reservation. Returns how many objects were visible."""
+    def clear(self, prefix: bytes = b"") -> int:
+        """Remove what begins with ``prefix`` and revoke the reservations of it. Returns how many objects were visible."""
         self.expire()
-        count = len(self.sealed)
-        for entry in [*self.sealed.values(), *self.reserved.values()]:
+        found = [entry for entry in [*self.sealed.values(), *self.reserved.values()] if entry.id.startswith(prefix)]
+        count = sum(entry.state is State.SEALED for entry in found)
+        for entry in found:
             self._remove(entry)
         return count
 

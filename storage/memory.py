@@ -105,9 +105,9 @@ class MemoryStore:
         with self._locked():
             return bits.pack([self._remove(id) for id in ids])
 
-    def clear(self, timeout_s: float) -> int:
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         with self._locked():
-            return sum([self._remove(id) for id in list(self._objects)])
+            return sum([self._remove(id) for id in list(self._objects) if id.startswith(prefix)])
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         with self._locked():

@@ -9,7 +9,8 @@
     DROP     > ids                                                < bits of those that existed
     SCAN     > cursor u32 | prefix length u16 | prefix            < next cursor u32 (0: the end) | ids
     DESCRIBE > digest length u16 | digest | JSON object           < nothing
-    CLEAR < count u64     DESCRIBED < JSON object     STATS < JSON object     PING < what was sent     ERROR < text
+    CLEAR    > prefix length u16 | prefix                         < count u64
+    DESCRIBED < JSON object     STATS < JSON object     PING < what was sent     ERROR < text
 
 Bits are bitsets of whole bytes; a star repeats what is before it.
 """

@@ -179,7 +179,7 @@ class ArenaService:
 
     def _administer(self, kind: int, reader: Reader, handler: _Handler, index: ArenaIndex) -> bytes:
         if kind == Kind.CLEAR:
-            return wire.number(index.clear(), "Q")
+            return wire.number(index.clear(reader.take(reader.number("H"))), "Q")
         if kind == Kind.SCAN:
             return handler.scan(reader, index)
         if kind == Kind.DESCRIBE:

@@ -39,8 +39,8 @@ class StoreWrapper:
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
         return self.inner.drop(ids, timeout_s)
 
-    def clear(self, timeout_s: float) -> int:
-        return self.inner.clear(timeout_s)
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        return self.inner.clear(timeout_s, prefix)
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         return self.inner.scan(prefix, timeout_s)
@@ -99,9 +99,9 @@ class CountingStore(StoreWrapper):
         self._count("drop", len(ids))
         return super().drop(ids, timeout_s)
 
-    def clear(self, timeout_s: float) -> int:
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         self._count("clear", 0)
-        return super().clear(timeout_s)
+        return super().clear(timeout_s, prefix)
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         self._count("scan", 0)

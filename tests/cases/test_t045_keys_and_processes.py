@@ -17,9 +17,9 @@ print(json.dumps([k.hex() for k in page_keys(Namespace("llama", page_size=4, **e
 """
 #: Golden: stands for other Python builds and machines.
 GOLDEN = [
-    "8c563df9bc06a04b447e31d85b3a2b44356a4a6aecd67583ef310bb7f0cdb7e8",
-    "d3368c781cde97f666b994450d1c07aa22f901efb304eac90a8cc9fed4831f40",
-    "28e79bbedd6c6f7940de01aa2a085688d50bdd37c0e21f2bcc9b7beceaabf01b",
+    "b313d6434191770b3e5ce08d9913f2783e5ce08d9913f27818882d103c37515cd52ebc9c4af93e2ae0330e88db2af2ba",
+    "b313d6434191770b3e5ce08d9913f278579a8cc786c503fc2774492c0f0fcda8509a10579791addae4bf1447356db461",
+    "b313d6434191770b3e5ce08d9913f278d8b9001c57193e340cc31e9aea6a5ee32f426dafe6bbbabf38d6757e4393a82a",
 ]
 
 

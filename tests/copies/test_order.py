@@ -15,6 +15,7 @@ from hicache_ray.copies_queues import Leg, Order, Queue, Timeline, layer_steps
 from hicache_ray.errors import GroupLost, HiCacheError
 from hicache_ray.records import Compute, Digest, Outcome, slots_array
 from hicache_ray.spec import Tier
+from hicache_ray.store import KEY_BYTES
 from hicache_ray.testing import full, state
 from tests.queues import PAGE, SLOTS, Rig, slow, without_fences
 
@@ -209,7 +210,7 @@ def test_storage_is_given_what_a_backup_has_brought(fenced: bool, monkeypatch: p
     rig = Rig(slow(Queue.COPY))
     rig.fill(Tier.DEVICE, 0, 1)
     rig.backup(0, 3)
-    key = b"k" * 32
+    key = b"k" * KEY_BYTES
     assert rig.move(Tier.HOST, Tier.STORAGE, [3], [], (key,)).bits == (1,)
     out = bytearray(len(rig.stored(1)))
     assert rig.store.get([key + b"t" * 16], [memoryview(out)], 1.0) == 1
@@ -220,7 +221,7 @@ def test_storage_is_given_what_a_backup_has_brought(fenced: bool, monkeypatch: p
 def test_storage_fills_a_host_page_after_the_load_that_reads_it(fenced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fenced:
         monkeypatch.setattr(Order, "join", lambda *_, **__: None)
-    rig, key = Rig(slow(Queue.COPY)), b"k" * 32
+    rig, key = Rig(slow(Queue.COPY)), b"k" * KEY_BYTES
     rig.store.put([key + b"t" * 16], [rig.stored(9)], 1.0)
     rig.fill(Tier.HOST, 3, 1)
     rig.load(3, 0)
@@ -304,7 +305,7 @@ def test_what_never_ends_is_a_sentence() -> None:
     never = type(rig.device.mark(Queue.COPY))()
     rig.device.wait(Queue.COPY, never)
     rig.backup(0, 3)
-    outcome = rig.move(Tier.HOST, Tier.STORAGE, [3], [], (b"k" * 32,))
+    outcome = rig.move(Tier.HOST, Tier.STORAGE, [3], [], (b"k" * KEY_BYTES,))
     assert outcome.error == "rank 0: work of the copy queue did not end within 30 s"
     with pytest.raises(HiCacheError, match="the queues wait for each other"):
         rig.device.settle()

@@ -10,7 +10,7 @@ import pytest
 from hicache_ray.records import Move, Outcome, Span, slots_array
 from hicache_ray.spec import Tier
 from hicache_ray.storage.wrappers import StoreWrapper
-from hicache_ray.store import Bytes
+from hicache_ray.store import KEY_BYTES, Bytes
 from hicache_ray.testing import Stack, full, window
 from tests.core.drive import at_rest, prompt
 
@@ -40,9 +40,12 @@ def test_two_transfers_of_one_rank_do_not_share_their_staging(layout: str) -> No
         for f in host.component.fields:
             host.rows(f.name)[slot].fill_(value)
 
+    def named(key: int) -> bytes:
+        return bytes([key]) * KEY_BYTES
+
     def move(source: Tier, target: Tier, slot: int, key: int) -> Outcome:
         slots = slots_array([slot])
-        span = Span("full", none if source is Tier.STORAGE else slots, slots if source is Tier.STORAGE else none, (bytes([key]) * 32,))
+        span = Span("full", none if source is Tier.STORAGE else slots, slots if source is Tier.STORAGE else none, (named(key),))
         return executor.execute(Move(1, "r", source, target, (span,), WAIT_S))
 
     assert move(Tier.HOST, Tier.STORAGE, 1, 2) == Outcome(bits=(1,))

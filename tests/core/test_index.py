@@ -13,11 +13,12 @@ from hicache_ray.index import ABSENT, Index, from_bits, to_bits
 from hicache_ray.lease import Place
 from hicache_ray.records import slots_array
 from hicache_ray.spec import Tier
+from hicache_ray.store import KEY_BYTES
 
 DEVICE: Place = (Tier.DEVICE, "full")
 HOST: Place = (Tier.HOST, "full")
 STATE: Place = (Tier.HOST, "state")
-KEYS = [bytes([i]) * 32 for i in range(90)]
+KEYS = [bytes([i]) * KEY_BYTES for i in range(90)]
 
 
 class IndexMachine(RuleBasedStateMachine):

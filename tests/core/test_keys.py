@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hicache_ray import keys
 from hicache_ray.keys import ANY, Namespace, as_tokens, differing, extend_keys, object_record, page_keys, tag_of
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard
-from hicache_ray.store import KEY_BYTES, TAG_BYTES
+from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES, TAG_BYTES
 
 steady = settings(deadline=None, derandomize=True, max_examples=200)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=60)
@@ -65,7 +65,7 @@ def test_every_field_of_the_namespace_makes_other_keys() -> None:
     prompt = as_tokens(range(100))
     base = Namespace("m", "r", "a", "s", 4)
     others = [replace(base, **{f.name: 5 if f.name == "page_size" else "other"}) for f in fields(Namespace)]
-    assert len(others) == 5
+    assert len(others) == 6
     all_keys = [page_keys(ns, prompt) for ns in (base, *others)]
     assert len({key for chain in all_keys for key in chain}) == sum(map(len, all_keys))
 
@@ -106,10 +106,10 @@ def test_what_is_hashed_can_be_read_back(parts: list[str | bytes]) -> None:
 
 # -- golden values: they stand for other processes, machines and Python builds; a change of them empties every store ---------------------
 
-GOLDEN_NAMESPACE = "673d0e396721ef537cdc47ba6916a90551b2cbd6b186277d9045c01b72c3a45c"
+GOLDEN_NAMESPACE = "e70cb35705e7aa9d1bf5e943acd2a659659d8250c4d5922b83f048adddac37ed"
 GOLDEN_KEYS = (
-    "ed4ab0653f42b7662755d58df6e0e97819921c695de2b3b01e84d62bb993095a",
-    "a647265c5f9294a868ff4bc9ecb74c9f89caddea207682861e4b0c14985390af",
+    "e70cb35705e7aa9dbca6e33011c0c228bca6e33011c0c2289a79b6b2001152af504491e266b7414e6a349d98f030b338",
+    "e70cb35705e7aa9dbca6e33011c0c2287bb8e1e3ad2fca2318267089903071cc48c50e8bbda75ebd164406ed233b437e",
 )
 GOLDEN_TAG = "00c1704b476f19ffbf8a506950cd7075"
 
@@ -126,11 +126,23 @@ def test_golden_keys_by_hand() -> None:
     def digest(*parts: str) -> bytes:
         return hashlib.sha256(b"".join(len(p.encode()).to_bytes(8, "little") + p.encode() for p in parts)).digest()
 
-    named = ("model", "llama", "revision", "main", "adapter", "", "salt", "secret", "page_size", "4")
-    root = digest("hicache_ray.namespace.1", *named)
+    named = ("model", "llama", "revision", "main", "adapter", "", "salt", "secret", "page_size", "4", "tenant", "")
+    root = digest("hicache_ray.namespace.2", *named)
     first = hashlib.sha256(root + (16).to_bytes(8, "little") + np.array([1, 2, 3, 4], dtype="<i4").tobytes()).digest()
     second = hashlib.sha256(first + (16).to_bytes(8, "little") + np.array([50000, 6, 7, 2**31 - 1], dtype="<i4").tobytes()).digest()
-    assert (root.hex(), (first.hex(), second.hex())) == (GOLDEN_NAMESPACE, GOLDEN_KEYS)
+    made = tuple((root[:8] + first[:8] + d).hex() for d in (first, second))
+    assert (root.hex(), made) == (GOLDEN_NAMESPACE, GOLDEN_KEYS)
+
+
+def test_the_keys_of_a_namespace_begin_alike_and_those_of_a_path_are_in_at_most_two_groups() -> None:
+    one, two = as_tokens(range(40)), as_tokens([*range(16), *range(100, 124)])
+    long, fork = page_keys(NS, one), page_keys(NS, two)
+    assert {keys.space_of(k) for k in (*long, *fork)} == {NS.digest()[:SPACE_BYTES]}
+    assert keys.space_of(page_keys(replace(NS, tenant="other"), one)[0]) != keys.space_of(long[0])
+    assert [keys.group_of(k) for k in long] == [long[0][-DIGEST_BYTES:][:GROUP_BYTES]] * 3 + [long[3][-DIGEST_BYTES:][:GROUP_BYTES]] * 7
+    assert [keys.group_of(k) for k in fork] == [keys.group_of(k) for k in long]  # they share the pages that decide it
+    assert keys.group_of(page_keys(NS, as_tokens([*range(12), *range(100, 128)]))[9]) != keys.group_of(long[9])
+    assert [k[:-DIGEST_BYTES] for k in keys.look_ahead(long, one, 4, 1)] == [k[:-DIGEST_BYTES] for k in long[:9]]
 
 
 SCRIPT = """
@@ -210,7 +222,7 @@ def test_the_order_of_a_recipe_does_not_matter_and_its_names_cannot_pose_as_geom
 def test_the_salt_is_never_readable(salt: str) -> None:
     record = replace(NS, salt=salt).record()
     digest = hashlib.sha256(salt.encode()).hexdigest()[:16]
-    assert record == {"model": "llama", "revision": "main", "adapter": "", "salt": digest, "page_size": "4"}
+    assert record == {"model": "llama", "revision": "main", "adapter": "", "salt": digest, "page_size": "4", "tenant": ""}
 
 
 def test_no_salt_and_some_salt_can_be_told_apart() -> None:

@@ -32,6 +32,7 @@ from hicache_ray.pool import Pool
 from hicache_ray.records import Compute, Digest, Move, Outcome, Span, slots_array
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Tier
 from hicache_ray.storage.memory import MemoryStore
+from hicache_ray.store import KEY_BYTES
 from tests.engine.rig import GRID, load, prompt
 from tests.engine.rig import PAGE as MODEL_PAGE
 from tests.layout_twin import kv, state
@@ -136,7 +137,7 @@ def test_every_kind_of_field_between_all_layouts(kind: str, mover: Mover) -> Non
             rig.rows(Tier.DEVICE)[name].copy_(values)
             rig.rows(Tier.HOST)[name].copy_(host[name])
         torch.cuda.synchronize()
-        keys = (b"a" * 32, b"b" * 31 + bytes([seed]))
+        keys = (b"a" * KEY_BYTES, b"b" * (KEY_BYTES - 1) + bytes([seed]))
         rig.move(Tier.DEVICE, Tier.HOST, [5, 1], [2, 6])
         rig.move(Tier.HOST, Tier.STORAGE, [2, 6], [], keys)
         rig.move(Tier.STORAGE, Tier.HOST, [], [0, 3], keys)

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
-from hicache_ray.store import KEY_BYTES, TAG_BYTES, Store
+from hicache_ray.store import KEY_BYTES, SPACE_BYTES, TAG_BYTES, Store
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
 from tests.storage.services import Process
@@ -78,9 +78,9 @@ def test_bad_buffers_are_refused_and_say_why(store: Store) -> None:
         store.get([name(1)], [memoryview(bytes(PAGE))], TIMEOUT_S)
     with pytest.raises(StoreError, match="contiguous"):
         store.put([name(2)], [np.zeros((4, 4))[:, 1]], TIMEOUT_S)  # type: ignore[list-item]
-    with pytest.raises(StoreError, match="id has 48 bytes, not 3"):
+    with pytest.raises(StoreError, match="id has 64 bytes, not 3"):
         store.put([b"abc"], [memoryview(b"abc")], TIMEOUT_S)
-    with pytest.raises(StoreError, match="key has 32 bytes, not 3"):
+    with pytest.raises(StoreError, match="key has 48 bytes, not 3"):
         store.lookup([b"abc"], [TAG], TIMEOUT_S)
 
 
@@ -175,6 +175,17 @@ def test_drop_and_clear(store: Store) -> None:
     assert present(store, range(6)) == set()
     assert store.stats(TIMEOUT_S).used_bytes == 0
     assert put(store, range(PAGES)) == ALL
+
+
+def test_clear_by_prefix(store: Store) -> None:
+    """A namespace goes as a whole, and nothing else does."""
+    mine, other = (bytes([space]) * (KEY_BYTES - 1) for space in (1, 2))
+    ids = [start + bytes([n]) + TAG for start in (mine, other) for n in range(4)]
+    assert store.put(ids, [page(n).data for n in range(8)], TIMEOUT_S) == 0xFF
+    assert store.clear(TIMEOUT_S, mine[:SPACE_BYTES]) == 4
+    assert set(store.scan(timeout_s=TIMEOUT_S)) == set(ids[4:])
+    assert store.clear(TIMEOUT_S, mine[:SPACE_BYTES]) == 0
+    assert store.stats(TIMEOUT_S).used_bytes == 4 * PAGE
 
 
 def test_scan_names_what_is_visible(store: Store) -> None:
