@@ -10,6 +10,7 @@ from types import TracebackType
 import numpy as np
 import xxhash
 
+from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.ids import require_ids
@@ -37,13 +38,16 @@ class ChecksumStore(StoreWrapper):
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
         arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
-        sealed = [np.concatenate([array, _trailer(id, array)]) for id, array in zip(ids, arrays, strict=True)]
+        sealed = scratch([array.nbytes + TRAILER_BYTES for array in arrays])
+        for id, array, whole in zip(ids, arrays, sealed, strict=True):
+            whole[:-TRAILER_BYTES] = array
+            whole[-TRAILER_BYTES:] = _trailer(id, whole[:-TRAILER_BYTES])
         return self.inner.put(ids, sealed, timeout_s)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
         arrays = [as_array(target, writable=True) for _, target in zip(ids, targets, strict=True)]
-        read = [np.empty(array.nbytes + TRAILER_BYTES, np.uint8) for array in arrays]
+        read = scratch([array.nbytes + TRAILER_BYTES for array in arrays])
         verified, bad = 0, list[bytes]()
         for i in bits.each(self.inner.get(ids, read, timeout_s)):
             if _fits(ids[i], read[i]):
@@ -95,6 +99,14 @@ class CheckedLent:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
+
+
+def scratch(sizes: Sequence[int]) -> list[Array]:
+    """Memory for the time of a call, before anything is leased or reserved. Raises StoreError where there is none."""
+    try:
+        return [np.empty(size, np.uint8) for size in sizes]
+    except MemoryError as error:
+        raise StoreError(f"no memory for the {sum(sizes)} bytes that this call moves; make its batch smaller") from error
 
 
 def _trailer(id: bytes, data: Array) -> Array:

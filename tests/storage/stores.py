@@ -223,3 +223,20 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "arena in a thread": in_thread,
     "arena in a process": in_process,
 }
+
+
+@contextmanager
+def slow_gets(store: Any, pause: Callable[[], None]) -> Iterator[None]:
+    """The copies of every get of an ArenaClient are followed by ``pause()`` before they are looked at."""
+    copier = store._copier
+    run = copier.run
+
+    def slow(copies: Any, *args: Any) -> Any:
+        sums = run(copies, *args)
+        if not any(copy.of_source for copy in copies):
+            pause()
+        return sums
+
+    copier.run = slow
+    yield
+    del copier.run
