@@ -160,12 +160,22 @@ class MemoryStore:
             yield
 
     def _make_room(self, wanted: int, keep: set[bytes]) -> bool:
-        while self._stats.used_bytes + wanted > self._stats.capacity_bytes:
-            victim = next((id for id, item in self._objects.items() if id not in keep and not item.leases), None)
-            if victim is None:
-                return False
-            self._remove(victim)
-            self._count(evictions=1)
+        """Evict what is needed, or nothing where all that may go is not enough."""
+        missing = self._stats.used_bytes + wanted - self._stats.capacity_bytes
+        if wanted > self._stats.capacity_bytes:
+            return False
+        victims: list[bytes] = []
+        for id, item in self._objects.items():
+            if missing <= 0:
+                break
+            if id not in keep and not item.leases:
+                victims.append(id)
+                missing -= len(item.data)
+        if missing > 0:
+            return False
+        for id in victims:
+            self._remove(id)
+        self._count(evictions=len(victims))
         return True
 
     def _remove(self, id: bytes) -> bool:

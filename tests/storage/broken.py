@@ -1,0 +1,209 @@
+"""Stores with one fault each, on purpose. The conformance suite must see every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hicache_ray.storage import MemoryStore
+from hicache_ray.storage.conformance import PAGE, Abilities, Clock
+from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.memory import MemoryLent
+from hicache_ray.store import Answer, Bytes, Store
+from tests.storage.stores import LEASE_S, Staged, hold_staged
+
+
+class Unverified(MemoryStore):
+    """Has no checksums: serves what is there."""
+
+    def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
+        with self._locked():
+            for item in self._objects.values():
+                item.checksum = checksum(as_array(memoryview(item.data)))
+        return super().get(ids, targets, timeout_s)
+
+
+class EvictsLeased(MemoryStore):
+    """Gives room that a reader still reads from."""
+
+    def _make_room(self, wanted: int, keep: set[bytes]) -> bool:
+        held = list(self._objects.values())
+        leases = [item.leases for item in held]
+        for item in held:
+            item.leases = 0
+        try:
+            return super()._make_room(wanted, keep)
+        finally:
+            for item, count in zip(held, leases, strict=True):
+                item.leases = count
+
+
+class OneTooMany(MemoryStore):
+    """Says one capacity and uses a page more."""
+
+    def stats(self, timeout_s: float) -> Any:
+        found = super().stats(timeout_s)
+        return replace(found, capacity_bytes=found.capacity_bytes - PAGE)
+
+
+class NoFence(Staged):
+    """A put that a clear came across is visible afterwards."""
+
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        return MemoryStore.clear(self, timeout_s, prefix)
+
+
+class ClearsTooMuch(Staged):
+    """Fences everything, whatever the prefix."""
+
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        self.reserved.clear()
+        return MemoryStore.clear(self, timeout_s, prefix)
+
+
+class TooSoon(Staged):
+    """Visible first, complete later."""
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        if self.gate is None:
+            return super().put(ids, sources, timeout_s)
+        done = MemoryStore.put(self, ids, sources, timeout_s)
+        self.gate.stop()
+        return done
+
+
+class LookupTouches(MemoryStore):
+    """A question counts as a use."""
+
+    def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        with self._locked():
+            self._use([key + tag for key in keys for tag in tags if key + tag in self._objects])
+        return super().lookup(keys, tags, timeout_s)
+
+
+class LastWins(MemoryStore):
+    """Of equal ids in a call, the last counts."""
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        last = dict(zip(ids, sources, strict=True))
+        return super().put(ids, [last[id] for id in ids], timeout_s)
+
+
+class Overwrites(MemoryStore):
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        self.drop(ids, timeout_s)
+        return super().put(ids, sources, timeout_s)
+
+
+class Truncates(MemoryStore):
+    """A target that is too short gets the beginning."""
+
+    def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
+        whole = [bytearray(len(self._objects[id].data) if id in self._objects else 0) for id in ids]
+        hit = super().get(ids, whole, timeout_s)
+        for target, data in zip(targets, whole, strict=True):
+            array = np.frombuffer(target, np.uint8) if len(target) else np.empty(0, np.uint8)
+            if array.nbytes <= len(data):
+                array[:] = np.frombuffer(data, np.uint8, array.nbytes)
+        return hit
+
+
+class Borrows(MemoryStore):
+    """Keeps the caller's buffer instead of a copy."""
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        visible = super().put(ids, sources, timeout_s)
+        for id, source in zip(ids, sources, strict=True):
+            if id in self._objects and len(source) == len(self._objects[id].data):
+                self._objects[id].data = source
+        return visible
+
+
+class ForEver(MemoryStore):
+    """Leases never end by themselves."""
+
+    def lease(self, ids: Sequence[bytes], timeout_s: float) -> MemoryLent:
+        lent = super().lease(ids, timeout_s)
+        lent.until = float("inf")
+        return lent
+
+
+class Forgets(MemoryStore):
+    """A lease is not counted, so nothing protects what it lends."""
+
+    def lease(self, ids: Sequence[bytes], timeout_s: float) -> MemoryLent:
+        lent = super().lease(ids, timeout_s)
+        self.end(lent)
+        return lent
+
+
+class NewestGoes(MemoryStore):
+    def _use(self, ids: Sequence[bytes]) -> None:
+        for id in ids:
+            self._objects.move_to_end(id)
+
+
+class EvictsFirst(MemoryStore):
+    """Makes room for what can never fit."""
+
+    def _make_room(self, wanted: int, keep: set[bytes]) -> bool:
+        if wanted > self._stats.capacity_bytes:
+            for id in [id for id in self._objects if id not in keep]:
+                self._remove(id)
+        return super()._make_room(wanted, keep)
+
+
+class NeverPending(Staged):
+    def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        return MemoryStore.lookup(self, keys, tags, timeout_s)
+
+
+class StaysOpen(MemoryStore):
+    def close(self) -> None:
+        pass
+
+
+class Boasts(MemoryStore):
+    """Its drop says that everything was there."""
+
+    def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        super().drop(ids, timeout_s)
+        return (1 << len(ids)) - 1
+
+
+#: Store -> the rule that it breaks.
+BROKEN: Mapping[type[MemoryStore], str] = {
+    Unverified: "a_flipped_bit_is_a_miss_and_is_gone_then",
+    EvictsLeased: "leased_bytes_are_not_reused",
+    OneTooMany: "the_cap_is_a_cap",
+    NoFence: "a_clear_is_a_fence",
+    ClearsTooMuch: "a_clear_fences_its_prefix_only",
+    TooSoon: "nothing_is_visible_before_it_is_complete",
+    LookupTouches: "a_lookup_touches_nothing",
+    LastWins: "the_same_id_twice_in_one_call",
+    Overwrites: "an_existing_object_is_kept",
+    Truncates: "a_target_of_another_length_is_a_miss",
+    Borrows: "a_source_belongs_to_its_caller_again",
+    ForEver: "a_dead_reader_does_not_pin_for_ever",
+    Forgets: "leased_bytes_are_not_reused",
+    NewestGoes: "within_a_call_the_first_stays_longest",
+    EvictsFirst: "what_can_never_fit_is_refused",
+    NeverPending: "a_put_under_way_is_pending",
+    StaysOpen: "a_closed_handle_says_so",
+    Boasts: "drop_says_what_existed",
+}
+
+
+def maker(kind: type[MemoryStore]) -> tuple[Callable[[int], AbstractContextManager[Store]], Abilities]:
+    """As the conformance suite wants it."""
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        yield kind(capacity_bytes, LEASE_S, clock)
+
+    return make, Abilities(clock=clock, hold=hold_staged if issubclass(kind, Staged) else None)

@@ -1,0 +1,185 @@
+"""The stores that the conformance suite is run on: one entry in ``STORES`` each."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
+from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Gate
+from hicache_ray.store import Answer, Bytes, Store
+from tests.storage.services import Process
+
+LEASE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``make(capacity_bytes)`` gives a store that holds nothing. ``close``: after the last one."""
+
+    make: Callable[[int], AbstractContextManager[Store]]
+    abilities: Abilities
+    close: Callable[[], None] = lambda: None
+
+
+def memory() -> Subject:
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        yield MemoryStore(capacity_bytes, LEASE_S, clock)
+
+    return Subject(make, Abilities(clock=clock))
+
+
+def wrapped() -> Subject:
+    """All wrappers that change nothing, around a memory store."""
+    inner = memory()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        with inner.make(capacity_bytes) as store:
+            yield FaultyStore(CountingStore(store))
+
+    return Subject(make, inner.abilities)
+
+
+class Staged(MemoryStore):
+    """A memory store whose puts take time: reserve, then (at ``gate``) the copy, then seal."""
+
+    gate: Gate | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reserved: dict[bytes, int] = {}
+        self._stage = threading.RLock()
+
+    def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        with self._stage:
+            found = super().lookup(keys, tags, timeout_s)
+            waits = {tag: sum(1 << i for i, key in enumerate(keys) if key + tag in self.reserved) for tag in tags}
+            return {tag: replace(answer, pending=waits[tag] & ~answer.hit) for tag, answer in found.items()}
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        if self.gate is None:
+            return super().put(ids, sources, timeout_s)
+        with self._stage:
+            mine = {id: len(source) for id, source in zip(ids, sources, strict=True) if id not in self.reserved}
+            self.reserved.update(mine)
+        self.gate.stop()
+        with self._stage:
+            kept = [i for i, id in enumerate(ids) if id in mine and id in self.reserved]
+            for id in mine:
+                self.reserved.pop(id, None)
+            done = super().put([ids[i] for i in kept], [sources[i] for i in kept], timeout_s)
+            return sum(1 << i for n, i in enumerate(kept) if done >> n & 1)
+
+    def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        with self._stage:
+            for id in ids:
+                self.reserved.pop(id, None)
+            return super().drop(ids, timeout_s)
+
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        with self._stage:
+            for id in [id for id in self.reserved if id.startswith(prefix)]:
+                del self.reserved[id]
+            return super().clear(timeout_s, prefix)
+
+    def stats(self, timeout_s: float) -> Any:
+        with self._stage:
+            found = super().stats(timeout_s)
+            return replace(found, used_bytes=found.used_bytes + sum(self.reserved.values()))
+
+
+@contextmanager
+def hold_staged(store: Any, gate: Gate) -> Iterator[None]:
+    store.gate = gate
+    yield
+    store.gate = None
+
+
+def staged(kind: type[Staged] = Staged) -> Subject:
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        yield kind(capacity_bytes, LEASE_S, clock)
+
+    return Subject(make, Abilities(clock=clock, hold=hold_staged))
+
+
+@contextmanager
+def hold_client(store: Any, gate: Gate) -> Iterator[None]:
+    """A put of an ArenaClient stops between its reservation and its copies."""
+    copier = store._copier
+    run = copier.run
+
+    def held(copies: Any, *args: Any) -> Any:
+        if any(copy.of_source for copy in copies):
+            gate.stop()
+        return run(copies, *args)
+
+    copier.run = held
+    yield
+    del copier.run
+
+
+def arena(capacity_bytes: int, name: str = "conf") -> ArenaConfig:
+    return ArenaConfig(f"{name}-{os.getpid()}", capacity_bytes, slab_bytes=PAGE, io_timeout_s=1.0, lease_s=LEASE_S)
+
+
+def in_thread() -> Subject:
+    """The service in a thread of this process, on one clock with its client."""
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        with ArenaService(arena(capacity_bytes), clock) as service:
+            client = ArenaClient(service.address, clock=clock)
+            try:
+                yield client
+                service.check()
+            finally:
+                client.close()
+
+    return Subject(make, Abilities(clock=clock, gets_by_lease=True, hold=hold_client))
+
+
+def in_process() -> Subject:
+    """The service in another process, started once: every rule gets an emptied store."""
+    started: list[Process] = []
+
+    def close() -> None:
+        while started:
+            started.pop().close()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        if not started:
+            started.append(Process(arena(capacity_bytes, "conf-process")))
+        client = ArenaClient(started[0].address)
+        try:
+            yield client
+        finally:
+            client.close()
+        with closing(ArenaClient(started[0].address)) as last:
+            last.clear(10.0)
+            if last.stats(10.0).used_bytes:  # lent to a handle that was closed: that takes lease_s to run out
+                close()
+
+    return Subject(make, Abilities(hold=hold_client), close)
+
+
+#: A store that is added here is held to every rule.
+STORES: Mapping[str, Callable[[], Subject]] = {
+    "memory": memory,
+    "wrapped": wrapped,
+    "staged": staged,
+    "arena in a thread": in_thread,
+    "arena in a process": in_process,
+}
