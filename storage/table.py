@@ -1,11 +1,13 @@
 """Ids to row numbers in arrays: what an index keeps per object takes bytes, not Python objects, and a batch takes one pass.
 
-    slots   uint64 words, a power of two of them: fingerprint u32 | row + 1 u32; 0 is empty, GONE marks a removed one
-    ids     (rows, width) uint8
+    marks   uint32 (buckets, BUCKET): EMPTY, GONE (removed), or the high half of an id's hash
+    places  int32 (buckets, BUCKET): the row
+    ids     uint8 (rows, width)
     columns one array per name, as long as ids: whatever the owner keeps beside an id
 
-An id is looked for at its hash, then 1, 3, 6, 10, ... slots further. The fingerprint settles nearly every comparison; the bytes of the
-id settle it for good. A row keeps its number until it is freed. Whoever keeps a column must fetch it anew after :meth:`IdTable.add`.
+An id stands anywhere in the bucket of its hash, or, where that was full, in the one that is 1, 3, 6, 10, ... further; a bucket with an
+EMPTY mark ends the search. The mark settles nearly every comparison, the bytes of the id settle it for good. A row keeps its number until
+it is freed. Whoever keeps a column must fetch it anew after :meth:`IdTable.add`.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from hicache_ray.storage.ids import ID_BYTES
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
+Marks: TypeAlias = npt.NDArray[np.uint32]
 #: Ids of one width: bytes of each, or an (n, width) array of uint8.
 Ids: TypeAlias = Sequence[bytes] | npt.NDArray[np.uint8]
 
-GONE = 0xFFFFFFFF
-_ROW = 0xFFFFFFFF
+BUCKET = 8  # slots
+EMPTY, GONE = 0, 1
 _ALL = (1 << 64) - 1
 _FEW = 6  # ids up to which a loop is faster than arrays
 _LEAST = 64  # rows
 _FILL, _FILL_AFTER = 5 / 8, 3 / 8  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
-_MIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)  # the finaliser of murmur3
+_MIX = 0xC4CEB9FE1A85EC53
+_MIX_WORD, _HALF, _MARK = np.uint64(_MIX), np.uint64(32), np.uint64(2)
 #: Odd factors, one per word of an id: the golden ratio's multiples, mixed.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ^ (0xD6E8FEB86659FD93 >> i)) & _ALL | 1 for i in range(16))
 
@@ -63,9 +67,7 @@ class IdTable:
         self._free_count = 0
         self._fresh = 0  # rows from here on were never used
         self._live = 0
-        self._gone = 0
-        self._slots: Words = np.zeros(2 * _LEAST, np.uint64)
-        self._peek = self._slots.data
+        self._make_buckets(2 * _LEAST // BUCKET)
 
     def __len__(self) -> int:
         """Ids that are found."""
@@ -78,7 +80,7 @@ class IdTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays: list[npt.NDArray[Any]] = [self._ids, self._free, self._slots, *self._columns.values()]
+        arrays: list[npt.NDArray[Any]] = [self._ids, self._free, self._marks, self._places, *self._columns.values()]
         return sum(array.nbytes for array in arrays)
 
     # -- questions ---------------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class IdTable:
         if len(ids) <= _FEW:
             return np.array([self.find_one(bytes(id)) for id in ids], np.int64)
         words = packed(ids, self.width).view(np.uint64)
-        return self._find(words, _finished(words @ self._factors))
+        return self._find(words, _mixed(words @ self._factors))
 
     def find_pairs(self, keys: Ids, tag: bytes) -> Rows:
         """The same for the ids ``key + tag`` of all ``keys``, which are ``width - len(tag)`` bytes long."""
@@ -102,14 +104,19 @@ class IdTable:
 
     def find_one(self, id: bytes) -> int:
         """The row of one id, -1 where it is absent."""
-        mask, mark = len(self._peek) - 1, self._hash_one(id)
-        at, step, mark = mark & mask, 0, mark >> 32 | 1
-        while (slot := self._peek[at]) != 0:
-            if slot >> 32 == mark and self._ids[(slot & _ROW) - 1].tobytes() == id:
-                return int((slot & _ROW) - 1)
+        value = self._hash_one(id)
+        mask, bucket, mark, step = len(self._marks) - 1, value, value >> 32 | 2, 0
+        while True:
+            bucket &= mask
+            marks = self._marks[bucket].tolist()
+            if mark in marks:
+                for i in range(BUCKET):
+                    if marks[i] == mark and self._ids[row := int(self._places[bucket, i])].tobytes() == id:
+                        return row
+            if EMPTY in marks:
+                return -1
             step += 1
-            at = (at + step) & mask
-        return -1
+            bucket += step
 
     def __contains__(self, id: bytes) -> bool:
         return self.find_one(id) >= 0
@@ -120,8 +127,7 @@ class IdTable:
 
     def rows(self, prefix: bytes = b"") -> Rows:
         """Rows, ascending, of the ids that start with ``prefix``."""
-        taken = self._slots[self._slots > GONE]
-        rows = np.sort((taken & np.uint64(_ROW)).astype(np.int64) - 1)
+        rows = np.sort(self._places[self._marks > GONE]).astype(np.int64)
         if prefix:
             if len(prefix) > self.width:
                 return rows[:0]
@@ -145,10 +151,11 @@ class IdTable:
         """Their ids are absent from now on; the rows, and their columns, stay until they are freed."""
         if not len(rows):
             return
-        places = self._place(rows)
-        self._slots[places] = GONE
+        at = self._place(rows)
+        ends = _any(self._marks.take(at // BUCKET, 0) == EMPTY)  # every search ends there anyway
+        self._marks.reshape(-1)[at] = np.where(ends, EMPTY, GONE)
         self._live -= len(rows)
-        self._gone += len(rows)
+        self._gone += len(rows) - int(ends.sum())
 
     def free(self, rows: Rows) -> None:
         """Rows that were hidden may be given out again."""
@@ -167,12 +174,12 @@ class IdTable:
         free = self._free[: self._free_count]
         for holds, what in (
             (len(rows) == self._live, "the count of ids is wrong"),
-            (int((self._slots == GONE).sum()) == self._gone, "the count of removed slots is wrong"),
-            (len(np.unique(rows)) == len(rows), "two slots name the same row"),
+            (int((self._marks == GONE).sum()) == self._gone, "the count of removed slots is wrong"),
+            (len(np.unique(rows)) == len(rows), "two places name the same row"),
             (len(np.unique(free)) == len(free), "a row was freed twice"),
             (not np.isin(free, rows).any(), "a free row is still found"),
             (bool((self.find(self._ids[rows]) == rows).all()), "an id is not found at its row"),
-            (bool((self._slots == 0).any()), "no slot is empty"),
+            (bool((self._marks == EMPTY).any()), "no slot is empty"),
         ):
             if not holds:
                 raise Inconsistent(what)
@@ -181,71 +188,80 @@ class IdTable:
 
     def _hash_one(self, id: bytes) -> int:
         value = sum([word * factor for word, factor in zip(self._layout.unpack(id), _FACTORS, strict=False)]) & _ALL
-        for factor in _MIX:
-            value = ((value ^ value >> 33) * factor) & _ALL
-        return value ^ value >> 33
+        value = ((value ^ value >> 32) * _MIX) & _ALL
+        return value ^ value >> 32
 
     def _hash(self, rows: Rows) -> Words:
-        return _finished(self._ids[rows].view(np.uint64) @ self._factors)
+        return _mixed(self._ids.take(rows, 0).view(np.uint64) @ self._factors)
 
     def _find(self, words: Words, hashes: Words) -> Rows:
         """(n, width / 8) words of ids -> rows."""
-        mask, out = np.uint64(len(self._slots) - 1), np.full(len(hashes), -1, np.int64)
-        todo, at, marks, step = np.arange(len(hashes)), hashes & mask, hashes >> np.uint64(32) | np.uint64(1), 0
-        while len(todo):
-            slots = self._slots[at]
-            same = slots >> np.uint64(32) == marks
-            out[todo[same]] = (slots[same] & np.uint64(_ROW)).astype(np.int64) - 1
-            on = np.flatnonzero(~same & (slots != 0))
-            step += 1
-            todo, at, marks = todo[on], (at[on] + np.uint64(step)) & mask, marks[on]
-        hits = np.flatnonzero(out >= 0)
-        differ = self._ids.view(np.uint64)[out[hits]] != words[hits]
-        if differ.any():  # equal fingerprints of different ids: one in two thousand millions
-            for i in hits[differ.any(axis=1)].tolist():
-                out[i] = self.find_one(words[i].tobytes())
+        buckets, marks = self._split(hashes)
+        found = self._marks.take(buckets, 0)
+        at = buckets * BUCKET + (found == marks[:, None]).argmax(axis=1)
+        known = self._marks.reshape(-1).take(at) == marks
+        out = np.where(known, self._places.reshape(-1).take(at), -1).astype(np.int64)
+        if known.all():
+            lost = np.zeros(len(out), np.bool_)
+        else:
+            lost = ~(known | _any(found == EMPTY))  # perhaps in another bucket
+        lost |= known & (self._ids.view(np.uint64).take(out, 0) != words).any(axis=1)  # another id with an equal mark: hardly ever
+        for i in lost.nonzero()[0].tolist():
+            out[i] = self.find_one(words[i].tobytes())
         return out
 
     def _place(self, rows: Rows) -> Rows:
-        """Slots in which rows that are found stand."""
-        hashes = self._hash(rows)
-        mask, out = np.uint64(len(self._slots) - 1), np.zeros(len(rows), np.int64)
-        wanted, todo, at, step = _words(hashes, rows), np.arange(len(rows)), hashes & mask, 0
+        """Indices into the flat marks and places of rows that are found."""
+        buckets, _ = self._split(self._hash(rows))
+        out, todo, step = np.zeros(len(rows), np.int64), np.arange(len(rows)), 0
         while len(todo):
-            same = self._slots[at] == wanted[todo]
-            out[todo[same]] = at[same].astype(np.int64)
-            on = np.flatnonzero(~same)
+            same = (self._places.take(buckets, 0) == rows[todo, None]) & (self._marks.take(buckets, 0) > GONE)
+            at = same.argmax(axis=1)
+            known = same[np.arange(len(todo)), at]
+            out[todo[known]] = (buckets * BUCKET + at)[known]
             step += 1
-            if step > len(self._slots):
+            if step > len(self._marks):
                 raise Inconsistent("a row is removed whose id is absent")
-            todo, at = todo[on], (at[on] + np.uint64(step)) & mask
+            todo, buckets = todo[~known], (buckets[~known] + step) & (len(self._marks) - 1)
         return out
 
     def _insert(self, rows: Rows) -> None:
-        """Write the slots of rows whose ids are absent. Of two that want the same slot one wins, the other goes on."""
-        hashes = self._hash(rows)
-        mask, words, at, step = np.uint64(len(self._slots) - 1), _words(hashes, rows), hashes & np.uint64(len(self._slots) - 1), 0
-        while len(words):
-            before = self._slots[at]
-            vacant = np.flatnonzero(before <= GONE)
-            self._slots[at[vacant]] = words[vacant]
-            done = self._slots[at] == words
-            self._gone -= int((before[done] == GONE).sum())
-            on = np.flatnonzero(~done)
-            step += 1
-            words, at = words[on], (at[on] + np.uint64(step)) & mask
+        """Write places and marks of rows whose ids are absent. Of two that want the same place one wins, the other looks again."""
+        buckets, marks = self._split(self._hash(rows))
+        flat_marks, flat_places = self._marks.reshape(-1), self._places.reshape(-1)
+        steps = np.zeros(len(rows), np.int64)
+        while len(rows):
+            at = buckets * BUCKET + (self._marks.take(buckets, 0) <= GONE).argmax(axis=1)
+            before = flat_marks.take(at)
+            vacant = before <= GONE
+            flat_places[at[vacant]] = rows[vacant]
+            won = vacant & (flat_places.take(at) == rows)
+            flat_marks[at[won]] = marks[won]
+            self._gone -= int((before[won] == GONE).sum())
+            on = ~won
+            steps += ~vacant
+            buckets = np.where(vacant, buckets, buckets + steps)[on] & (len(self._marks) - 1)
+            rows, marks, steps = rows[on], marks[on], steps[on]
+
+    def _split(self, hashes: Words) -> tuple[Rows, Marks]:
+        """(bucket, mark) of each."""
+        return (hashes & np.uint64(len(self._marks) - 1)).astype(np.int64), (hashes >> _HALF | _MARK).astype(np.uint32)
 
     def _make_slots(self, more: int) -> None:
-        if self._live + self._gone + more <= _FILL * len(self._slots):
+        if self._live + self._gone + more <= _FILL * self._marks.size:
             return
         rows = self.rows()
-        size = 2 * _LEAST
-        while self._live + more > _FILL_AFTER * size:
-            size *= 2
-        self._slots, self._gone = np.zeros(size, np.uint64), 0
-        self._peek = self._slots.data
+        buckets = 2 * _LEAST // BUCKET
+        while self._live + more > _FILL_AFTER * BUCKET * buckets:
+            buckets *= 2
+        self._make_buckets(buckets)
         for start in range(0, len(rows), 1 << 16):  # in parts: the hashes of a million ids need not exist at once
             self._insert(rows[start : start + (1 << 16)])
+
+    def _make_buckets(self, count: int) -> None:
+        self._gone = 0
+        self._marks = np.zeros((count, BUCKET), np.uint32)
+        self._places = np.zeros((count, BUCKET), np.int32)
 
     def _take_rows(self, count: int) -> Rows:
         old = min(count, self._free_count)
@@ -267,20 +283,17 @@ class IdTable:
         self._columns = {name: _longer(column, size) for name, column in self._columns.items()}
 
 
-def _finished(hashes: Words) -> Words:
-    for factor in _MIX:
-        hashes = (hashes ^ hashes >> np.uint64(33)) * np.uint64(factor)
-    return hashes ^ hashes >> np.uint64(33)
+def _mixed(hashes: Words) -> Words:
+    hashes = (hashes ^ hashes >> _HALF) * _MIX_WORD
+    return hashes ^ hashes >> _HALF
 
 
-def _words(hashes: Words, rows: Rows) -> Words:
-    """What stands in the slots of these rows."""
-    return (hashes >> np.uint64(32) | np.uint64(1)) << np.uint64(32) | (rows + 1).astype(np.uint64)
+def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Per bucket. Eight flags are one word: much faster than a reduction along an axis of eight."""
+    return flags.view(np.uint64)[:, 0] != 0
 
 
 def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     grown = np.zeros((size, *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown
-
-
