@@ -98,9 +98,8 @@ class ShardedStore:
         self._peers.close()
 
     def damage(self, id: bytes) -> bool:
-        """For tests: flip one stored bit of this node's copy, leaving its checksum. False where there is none."""
-        damage: Callable[[bytes], bool] | None = getattr(self._asked(1.0).local(), "damage", None)
-        return damage is not None and damage(id)
+        """For tests: flip one stored bit of every copy, leaving its checksum. False where there is no such object."""
+        return any(sharded_whole.everywhere(self._asked(1.0), lambda node, left: _damage(node, id))[0])
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -146,3 +145,8 @@ class ShardedStore:
                 raise
 
         return say
+
+
+def _damage(node: NodeHandle, id: bytes) -> bool:
+    damage: Callable[[bytes], bool] | None = getattr(node.store, "damage", None)
+    return damage is not None and damage(id)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
 from hicache_ray.errors import StoreError
 from hicache_ray.keys import group_of
@@ -14,6 +15,8 @@ from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.peers import NodeHandle, Peers, Sent, finish, settle
 from hicache_ray.store import KEY_BYTES, Answer, Bytes, Lent, Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Asked:
         """The other nodes' members that are alive, by their name in the directory."""
         return {holder: member for holder, member in self.view.holders.items() if member.node != self.here}
 
-    def send(self, member: Member, call: Callable[[NodeHandle, float], object]) -> Sent[object]:
+    def send(self, member: Member, call: Callable[[NodeHandle, float], T]) -> Sent[T]:
         return self.peers.of(member).send(call, self.deadline)
 
 
@@ -81,7 +84,7 @@ def lookup(asked: Asked, keys: Sequence[bytes], tags: Sequence[bytes]) -> Mappin
         if home is None:
             unsure |= only(len(keys), positions)
         else:
-            sent.append((positions, asked.peers.of(home).send(_where([keys[i] for i in positions], tags), asked.deadline)))
+            sent.append((positions, asked.send(home, _where([keys[i] for i in positions], tags))))
     answers = _local_answers(asked, keys, tags)
     if answers is None:
         unsure, answers = (1 << len(keys)) - 1, {}
@@ -213,7 +216,7 @@ def _fetch(search: Search, who: Mapping[Member, list[int]], targets: Sequence[By
     sent = []
     for member, positions in who.items():
         share = 0.5 if any(search.left.get(i) for i in positions) else 1.0
-        sent.append((positions, asked.peers.of(member).send(_get(search.ids, targets, positions, share), asked.deadline)))
+        sent.append((positions, asked.send(member, _get(search.ids, targets, positions, share))))
     finish([one for _, one in sent], asked.deadline)
     for positions, one in sent:
         try:
@@ -230,21 +233,32 @@ def _get(ids: Sequence[bytes], targets: Sequence[Bytes], at: Sequence[int], shar
 
 
 def heal(search: Search) -> None:
-    """Tell the homes what is no longer where they believed. Nobody waits for it, and what is there after all stays."""
-    for member, ids in search.stale.items():
-        if ids and not search.asked.deadline.passed():
-            search.asked.send(member, _absent(search.asked, member, ids))
-
-
-def _absent(asked: Asked, member: Member, ids: Sequence[bytes]) -> Callable[[NodeHandle, float], object]:
-    def look(node: NodeHandle, left: float) -> None:
-        there = visible(node.store, ids, left)
+    """Tell the homes what is no longer where they believed. What is there after all (and has another length) stays."""
+    asked = search.asked
+    stale = {member: ids for member, ids in search.stale.items() if ids}
+    if not stale or asked.deadline.passed():
+        return
+    looks = [(ids, asked.send(member, _visible(ids))) for member, ids in stale.items()]
+    settle([one for _, one in looks], asked.deadline)
+    told: list[Sent[None]] = []
+    for ids, look in looks:
+        try:
+            there = look.result()
+        except StoreError:
+            continue
         gone = [id for i, id in enumerate(ids) if not there >> i & 1]
         for home, positions in by_home(asked.view, gone).items():
             if home is not None:
-                asked.send(home, lambda at, left, mine=[gone[i] for i in positions]: at.directory.withdraw(member.holder, mine, left))  # type: ignore[misc]
+                told.append(asked.send(home, _withdraw(look.member.holder, [gone[i] for i in positions])))
+    settle(told, asked.deadline)
 
-    return look
+
+def _visible(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
+    return lambda node, left: visible(node.store, ids, left)
+
+
+def _withdraw(holder: str, ids: Sequence[bytes]) -> Callable[[NodeHandle, float], None]:
+    return lambda node, left: node.directory.withdraw(holder, ids, left)
 
 
 # -- lease ---------------------------------------------------------------------------------------------------------------------------
@@ -303,7 +317,7 @@ def lease(asked: Asked, ids: Sequence[bytes], guess: int) -> Lent:
 
 def _borrow(search: Search, who: Mapping[Member, list[int]]) -> Iterator[tuple[Sequence[int], Lent]]:
     asked = search.asked
-    sent = [(at, asked.peers.of(member).send(_lend([search.ids[i] for i in at]), asked.deadline)) for member, at in who.items()]
+    sent = [(at, asked.send(member, _lend([search.ids[i] for i in at]))) for member, at in who.items()]
     finish([one for _, one in sent], asked.deadline)  # a lease that arrives later would never be released
     for positions, one in sent:
         try:

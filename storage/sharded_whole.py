@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def everywhere(asked: Asked, call: Callable[[NodeHandle, float], T]) -> tuple[list[T], list[tuple[str, StoreError]]]:
     """On all nodes that are alive, in parallel: what they returned, and who failed with what."""
-    sent: list[Sent[T]] = [asked.peers.of(member).send(call, asked.deadline) for member in asked.view.alive]
+    sent: list[Sent[T]] = [asked.send(member, call) for member in asked.view.alive]
     settle(sent, asked.deadline)
     results, failed = [], []
     for one in sent:

@@ -61,7 +61,7 @@ class Writing:
 
     def _epochs(self, homes: Sequence[Member]) -> Mapping[Member, int]:
         """Of the homes that answer, at the start."""
-        sent = [self.asked.peers.of(home).send(lambda node, left: node.directory.epoch(left), self.asked.deadline) for home in homes]
+        sent = [self.asked.send(home, lambda node, left: node.directory.epoch(left)) for home in homes]
         settle(sent, self.asked.deadline)
         out = {}
         for one in sent:
@@ -89,7 +89,7 @@ class Writing:
     def _store(self, plan: Mapping[Member, list[int]]) -> None:
         """In parallel; this node's part on the caller's thread. Returns when nobody reads the sources any more."""
         sent = [
-            (positions, self.asked.peers.of(member).send(self._part(positions), self.asked.deadline))
+            (positions, self.asked.send(member, self._part(positions)))
             for member, positions in plan.items()
             if member.node != self.asked.here
         ]
@@ -122,7 +122,7 @@ class Writing:
                 mine = [i for i in positions if held >> i & 1]
                 if mine and home is not None and home in since:
                     call = _announce(target.holder, [self.ids[i] for i in mine], since[home])
-                    sent.append((target, mine, self.asked.peers.of(home).send(call, self.asked.deadline)))
+                    sent.append((target, mine, self.asked.send(home, call)))
                 elif mine:
                     unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
         settle([one for _, _, one in sent], self.asked.deadline)
@@ -140,10 +140,7 @@ class Writing:
         self._take_back({target: positions for target, positions in back.items() if positions})
 
     def _take_back(self, back: Mapping[Member, int]) -> None:
-        sent = [
-            self.asked.peers.of(target).send(_drop([self.ids[i] for i in bits.each(positions)]), self.asked.deadline)
-            for target, positions in back.items()
-        ]
+        sent = [self.asked.send(target, _drop([self.ids[i] for i in bits.each(positions)])) for target, positions in back.items()]
         settle(sent, self.asked.deadline)
         for target, positions in back.items():
             self.stored[target] &= ~positions
