@@ -30,8 +30,8 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Tier
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import FaultyStore
 from hicache_ray.story import Ended, Event, Job, Phase, Request, Sampled
 from hicache_ray.testing_parts import ContentEngine, FakeClock, chunked, full, state, window
 from hicache_ray.testing_queues import QueuedEngine, fake_mover

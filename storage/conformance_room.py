@@ -107,9 +107,9 @@ class RoomRules(Rules):
                 same(since("put_refused"), 2, "objects refused")
 
     def test_what_can_never_fit_is_refused(self) -> None:
-        big = ROOM * self.taken(PAGE) + 1
         with self.store() as store:
             since = Since(store)
+            big = since.now().capacity_bytes + 1
             put(store, [5])
             same(store.put([name(1), name(2)], [page(1, big).data, page(2).data], TIMEOUT_S), 0b10, "a put of too much, and a page")
             require(5 in present(store, [5]), "an object was evicted for one that can never fit")

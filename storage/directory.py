@@ -13,18 +13,28 @@ forget, what is seen visible after that is really there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from hicache_ray.errors import Inconsistent, StoreClosed, StoreError
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.errors import ConfigError, Inconsistent, StoreClosed, StoreError
 from hicache_ray.storage import bits
 from hicache_ray.storage.ids import require_ids, require_keys
+from hicache_ray.storage.table import IdTable, Rows
 
 #: ``since`` of an announcement that no fence refuses.
 ALWAYS = (1 << 63) - 1
 
+#: Holders that are known of one id, at most.
+HOLDERS = 4
+
 _FENCES = 256
+
+Held: TypeAlias = npt.NDArray[np.uint16]
 
 
 def holder_name(node: str, incarnation: str) -> str:
@@ -53,7 +63,7 @@ class Directory(Protocol):
         ...
 
     def holders(self, ids: Sequence[bytes], timeout_s: float) -> Sequence[tuple[str, ...]]:
-        """The holders of each id, the earliest first; empty where there is none."""
+        """Holders of each id, in no order; empty where there is none."""
         ...
 
     def forget(self, prefix: bytes, timeout_s: float) -> int:
@@ -63,95 +73,95 @@ class Directory(Protocol):
 
 @dataclass(frozen=True)
 class DirectoryStats:
-    """``entries``: ids known now. The rest counts since the start: entries ``dropped`` for want of room, announcements ``refused``."""
+    """``entries``: ids known now, in ``bytes`` of memory. Since the start: entries ``dropped`` for want of room, announcements that were
+    ``refused``."""
 
     entries: int
     holders: int
+    bytes: int = 0
     dropped: int = 0
     refused: int = 0
     epoch: int = 0
 
 
 class HomeIndex:
-    """A :class:`Directory` in memory, of at most ``max_entries`` ids; the oldest go first, and are counted."""
+    """A :class:`Directory` in memory, of at most ``max_entries`` ids; those announced longest ago go first, and are counted.
+
+    In arrays: about 130 bytes per id. Of an id that more than ``HOLDERS`` nodes have, it knows the first ones.
+    """
 
     def __init__(self, max_entries: int = 1 << 20) -> None:
         if max_entries < 1:
-            raise StoreError(f"a home index needs room for at least one entry, not {max_entries}; raise max_entries")
+            raise ConfigError(f"a home index needs room for at least one entry, not {max_entries}; raise max_entries")
         self._max = max_entries
         self._lock = threading.Lock()
-        self._entries: dict[bytes, int] = {}  # id -> bitset of holder numbers; oldest first
-        self._numbers: dict[str, int] = {}
+        self._table = IdTable(columns={"holders": f"({HOLDERS},)u2", "said": "u4"})
+        self._numbers: dict[str, int] = {}  # holder -> its number in the column, from 1; 0 is nobody
         self._fences = Fences()
-        self._dropped = self._refused = 0
+        self._calls = self._dropped = self._refused = 0
         self._closed = False
 
     def epoch(self, timeout_s: float) -> int:
-        with self._lock:
-            self._require_open()
+        with self._open():
             return self._fences.epoch
 
     def announce(self, holder: str, ids: Sequence[bytes], timeout_s: float, since: int = ALWAYS) -> int:
         require_ids(ids)
-        with self._lock:
-            self._require_open()
+        with self._open():
             fresh = self._fences.passed(ids, since)
-            bit = 1 << self._number(holder)
-            for i in bits.each(fresh):
-                self._entries[ids[i]] = self._entries.get(ids[i], 0) | bit
             self._refused += len(ids) - fresh.bit_count()
-            self._shrink()
+            entered = list(dict.fromkeys(ids[i] for i in bits.each(fresh)))
+            if entered:
+                self._enter(self._number(holder), entered)
+                self._shrink()
             return fresh
 
     def withdraw(self, holder: str, ids: Sequence[bytes], timeout_s: float) -> None:
         require_ids(ids)
-        with self._lock:
-            self._require_open()
-            number = self._numbers.get(holder)
+        with self._open():
+            number, rows = self._numbers.get(holder), self._table.find(ids)
             if number is not None:
-                self._clear_bit(number, ids)
+                self._remove(number, np.unique(rows[rows >= 0]))
 
     def where(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Mapping[str, int]]:
         require_keys(keys, tags)
-        with self._lock:
-            self._require_open()
-            names = {1 << number: name for name, number in self._numbers.items()}
+        with self._open():
+            names = self._names()
             out: dict[bytes, dict[str, int]] = {}
             for tag in tags:
-                found = [self._entries.get(key + tag, 0) for key in keys]
-                any_of = 0
-                for held in set(found):
-                    any_of |= held
-                out[tag] = {names[1 << n]: bits.pack([bool(held >> n & 1) for held in found]) for n in bits.each(any_of)}
+                held = self._held(self._table.find_pairs(keys, tag))
+                out[tag] = {names[n]: _bitset((held == n).any(axis=1)) for n in np.unique(held).tolist() if n}
             return out
 
     def holders(self, ids: Sequence[bytes], timeout_s: float) -> Sequence[tuple[str, ...]]:
         require_ids(ids)
-        with self._lock:
-            self._require_open()
-            names = {number: name for name, number in self._numbers.items()}
-            return [tuple(names[n] for n in bits.each(self._entries.get(id, 0))) for id in ids]
+        with self._open():
+            names = self._names()
+            return [tuple(names[n] for n in row if n) for row in self._held(self._table.find(ids)).tolist()]
 
     def forget(self, prefix: bytes, timeout_s: float) -> int:
-        with self._lock:
-            self._require_open()
+        with self._open():
             self._fences.add(prefix)
-            gone = [id for id in self._entries if id.startswith(prefix)]
-            for id in gone:
-                del self._entries[id]
-            return len(gone)
+            rows = self._table.rows(prefix)
+            self._table.remove(rows)
+            return len(rows)
 
     def leave(self, holder: str) -> int:
         """Drop everything of a holder that is gone. Returns how many ids it held."""
         with self._lock:
             number = self._numbers.pop(holder, None)
-            if number is None:
-                return 0
-            return self._clear_bit(number, list(self._entries))
+            return 0 if number is None else self._remove(number, self._table.rows())
+
+    def keep(self, holders: Collection[str]) -> int:
+        """Drop everything of all others: incarnations that are over. Returns how many entries went."""
+        with self._lock:
+            gone = set(self._numbers) - set(holders)
+        return sum(self.leave(holder) for holder in gone)
 
     def stats(self) -> DirectoryStats:
         with self._lock:
-            return DirectoryStats(len(self._entries), len(self._numbers), self._dropped, self._refused, self._fences.epoch)
+            table = self._table
+            return DirectoryStats(len(table), len(self._numbers), table.nbytes, self._dropped, self._refused, self._fences.epoch)
 
     def close(self) -> None:
         """Idempotent. Later calls raise StoreClosed."""
@@ -161,46 +171,77 @@ class HomeIndex:
     def check(self) -> None:
         """Raises Inconsistent."""
         with self._lock:
-            known = sum(1 << number for number in self._numbers.values())
-            if len(set(self._numbers.values())) != len(self._numbers):
-                raise Inconsistent("two holders share a number")
-            if any(not held or held & ~known for held in self._entries.values()):
+            self._table.check()
+            held = self._held(self._table.rows())
+            if len(set(self._numbers.values())) != len(self._numbers) or 0 in self._numbers.values():
+                raise Inconsistent("two holders share a number, or one has nobody's")
+            if not np.isin(held, [0, *self._numbers.values()]).all() or not held.any(axis=1).all():
                 raise Inconsistent("an entry has no holder, or one that is unknown")
-            if len(self._entries) > self._max:
+            if len(self._table) > self._max:
                 raise Inconsistent("the home index is larger than its bound")
 
     # -- inside; the lock is held ------------------------------------------------------------------------------------------------
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreClosed("this home index is closed")
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise StoreClosed("this home index is closed")
+            yield
 
     def _number(self, holder: str) -> int:
-        """Small numbers are used again, so that an entry stays a small int."""
+        """Numbers are used again."""
         if holder not in self._numbers:
             taken = set(self._numbers.values())
-            self._numbers[holder] = next(n for n in range(len(taken) + 1) if n not in taken)
+            number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+            if number >= 1 << 16:
+                raise StoreError(f"a home index knows {number - 1} holders at most")
+            self._numbers[holder] = number
         return self._numbers[holder]
 
-    def _clear_bit(self, number: int, ids: Iterable[bytes]) -> int:
-        count = 0
-        for id in ids:
-            held = self._entries.get(id, 0)
-            if held >> number & 1:
-                count += 1
-                if held == 1 << number:
-                    del self._entries[id]
-                else:
-                    self._entries[id] = held & ~(1 << number)
-        return count
+    def _names(self) -> dict[int, str]:
+        return {number: name for name, number in self._numbers.items()}
+
+    def _held(self, rows: Rows) -> Held:
+        """(n, HOLDERS) numbers of the holders; nobody where the row is -1."""
+        held: Held = self._table["holders"].take(rows, 0)
+        held[rows < 0] = 0
+        return held
+
+    def _enter(self, number: int, ids: Sequence[bytes]) -> None:
+        rows = self._table.find(ids)
+        absent = (rows < 0).nonzero()[0]
+        if len(absent):
+            rows[absent] = self._table.add([ids[i] for i in absent.tolist()])
+            self._table["holders"][rows[absent]] = 0
+        self._calls += 1
+        self._table["said"][rows] = self._calls
+        held = self._held(rows)
+        vacant = held == 0
+        new = ~(held == number).any(axis=1) & vacant.any(axis=1)
+        self._table["holders"][rows[new], vacant[new].argmax(axis=1)] = number
+
+    def _remove(self, number: int, rows: Rows) -> int:
+        """One holder from some rows."""
+        held = self._held(rows)
+        mine = held == number
+        held[mine] = 0
+        self._table["holders"][rows] = held
+        self._table.remove(rows[~held.any(axis=1)])
+        return int(mine.any(axis=1).sum())
 
     def _shrink(self) -> None:
-        """Several at once, as the first of a dict is slow to find after many were removed."""
-        excess = len(self._entries) - self._max
+        """A sixteenth at once, as finding the oldest takes a look at all."""
+        excess = len(self._table) - self._max
         if excess > 0:
-            for id in [id for id, _ in zip(self._entries, range(excess), strict=False)]:
-                del self._entries[id]
-            self._dropped += excess
+            rows = self._table.rows()
+            count = min(len(rows), excess + self._max // 16)
+            self._table.remove(rows[np.argsort(self._table["said"][rows], kind="stable")[:count]])
+            self._dropped += count
+
+
+def _bitset(flags: npt.NDArray[np.bool_]) -> int:
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 class Fences:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hicache_ray.errors import StoreClosed, StoreError
-from hicache_ray.storage import sharded_reads, sharded_whole
+from hicache_ray.storage import sharded_lease, sharded_reads, sharded_whole
 from hicache_ray.storage.announcer import announce_visible
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.copying import as_array
@@ -70,7 +70,7 @@ class ShardedStore:
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> Lent:
         require_ids(ids)
-        return sharded_reads.lease(self._asked(timeout_s), ids, self._guess())
+        return sharded_lease.lease(self._asked(timeout_s), ids, self._guess())
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
         require_ids(ids)

@@ -1,11 +1,10 @@
-"""How a store of many nodes answers: lookup, get and lease."""
+"""How a store of many nodes answers: lookup and get."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TypeVar
 
 from hicache_ray.errors import StoreError
@@ -14,7 +13,7 @@ from hicache_ray.storage import bits
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.peers import NodeHandle, Peers, Sent, finish, settle
-from hicache_ray.store import KEY_BYTES, Answer, Bytes, Lent, Store
+from hicache_ray.store import KEY_BYTES, Answer, Bytes, Store
 
 T = TypeVar("T")
 
@@ -154,7 +153,7 @@ class Search:
         for home, places in homes.items():
             mine = [positions[j] for j in places]
             if home is not None:
-                sent.append((mine, self.asked.peers.of(home).send(_holders([self.ids[i] for i in mine]), self.asked.deadline)))
+                sent.append((mine, self.asked.send(home, _holders([self.ids[i] for i in mine]))))
         settle([one for _, one in sent], self.asked.deadline)
         others, here = self.asked.others(), self.asked.view.member(self.asked.here)
         for mine, one in sent:
@@ -259,72 +258,3 @@ def _visible(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
 
 def _withdraw(holder: str, ids: Sequence[bytes]) -> Callable[[NodeHandle, float], None]:
     return lambda node, left: node.directory.withdraw(holder, ids, left)
-
-
-# -- lease ---------------------------------------------------------------------------------------------------------------------------
-
-
-class ManyLent:
-    """Views lent by several nodes, as one. Each node's own lease says whether its views hold."""
-
-    def __init__(self, count: int, parts: Sequence[tuple[Sequence[int], Lent]]) -> None:
-        self._parts = parts
-        views: list[Bytes | None] = [None] * count
-        for positions, lent in parts:
-            for i, view in zip(positions, lent.views, strict=True):
-                views[i] = view
-        self.views: Sequence[Bytes | None] = views
-
-    def valid(self) -> int:
-        out = 0
-        for positions, lent in self._parts:
-            out |= spread(lent.valid(), positions)
-        return out
-
-    def release(self) -> None:
-        """Idempotent."""
-        for _, lent in self._parts:
-            lent.release()
-
-    def __enter__(self) -> ManyLent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-
-def lease(asked: Asked, ids: Sequence[bytes], guess: int) -> Lent:
-    """This node's views where it has the object; else those that a holder lends: a client of another node lends copies that it fetched."""
-    store = asked.local()
-    here = None if store is None else store.lease(ids, asked.deadline.left())
-    missing = [i for i in range(len(ids)) if here is None or here.views[i] is None]
-    if not missing or asked.deadline.passed():
-        return here or ManyLent(len(ids), ())
-    parts: list[tuple[Sequence[int], Lent]] = [] if here is None else [(range(len(ids)), here)]
-    search = Search(asked, ids)
-    try:
-        search.ask(missing, guess)
-        wanted = only(len(ids), missing)
-        while wanted and not asked.deadline.passed() and (who := search.next(wanted)):
-            for positions, lent in _borrow(search, who):
-                parts.append((positions, lent))
-                wanted &= ~only(len(ids), [i for i, view in zip(positions, lent.views, strict=True) if view is not None])
-    except BaseException:
-        ManyLent(len(ids), parts).release()
-        raise
-    return ManyLent(len(ids), parts)
-
-
-def _borrow(search: Search, who: Mapping[Member, list[int]]) -> Iterator[tuple[Sequence[int], Lent]]:
-    asked = search.asked
-    sent = [(at, asked.send(member, _lend([search.ids[i] for i in at]))) for member, at in who.items()]
-    finish([one for _, one in sent], asked.deadline)  # a lease that arrives later would never be released
-    for positions, one in sent:
-        try:
-            yield positions, one.result()
-        except StoreError:
-            continue
-
-
-def _lend(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], Lent]:
-    return lambda node, left: node.store.lease(ids, left)

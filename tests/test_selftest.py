@@ -18,8 +18,8 @@ from hicache_ray.pool import Pool
 from hicache_ray.records import Outcome, Record, Slots
 from hicache_ray.selftest import PAGES, self_test
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
+from hicache_ray.storage import CountingStore, FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import CountingStore, FaultyStore
 from hicache_ray.store import Store
 from hicache_ray.testing_queues import fake_mover
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hicache_ray.records import Compute
+from hicache_ray.storage import CountingStore, FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import CountingStore, FaultyStore
 from hicache_ray.testing import Stack, full, state
 from tests.core.drive import Steps
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hicache_ray.keys import as_tokens, page_keys
 from hicache_ray.spec import Tier
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import FaultyStore
 from hicache_ray.store import KEY_BYTES
 from hicache_ray.testing import Stack, full, state, window
 from tests.core.drive import at_rest, prompt

@@ -11,20 +11,9 @@ import numpy as np
 
 from hicache_ray.storage import MemoryStore
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock
-from hicache_ray.storage.copying import as_array, checksum
 from hicache_ray.storage.memory import MemoryLent
 from hicache_ray.store import Answer, Bytes, Store
-from tests.storage.stores import LEASE_S, Staged, hold_staged
-
-
-class Unverified(MemoryStore):
-    """Has no checksums: serves what is there."""
-
-    def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
-        with self._locked():
-            for item in self._objects.values():
-                item.checksum = checksum(as_array(memoryview(item.data)))
-        return super().get(ids, targets, timeout_s)
+from tests.storage.stores import LEASE_S, Staged, Unverified, hold_staged
 
 
 class EvictsLeased(MemoryStore):

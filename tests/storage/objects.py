@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,3 +46,18 @@ def present(store: Store, numbers: Sequence[int]) -> set[int]:
     """Numbers that a lookup finds. Touches nothing."""
     answer = store.lookup([key(n) for n in numbers], [TAG], TIMEOUT_S)[TAG]
     return {numbers[i] for i in bits.each(answer.hit)}
+
+
+#: One call of every operation.
+CALLS: Mapping[str, Callable[[Store], object]] = {
+    "put": lambda s: put(s, [1]),
+    "get": lambda s: get(s, [1]),
+    "lease": lambda s: s.lease([name(1)], TIMEOUT_S).release(),
+    "lookup": lambda s: present(s, [1]),
+    "drop": lambda s: s.drop([name(1)], TIMEOUT_S),
+    "clear": lambda s: s.clear(TIMEOUT_S),
+    "scan": lambda s: list(s.scan(timeout_s=TIMEOUT_S)),
+    "describe": lambda s: s.describe(b"1", {}, TIMEOUT_S),
+    "described": lambda s: s.described(TIMEOUT_S),
+    "stats": lambda s: s.stats(TIMEOUT_S),
+}

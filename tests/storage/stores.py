@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ChecksumStore, CountingStore, FaultyStore, LatencyStore, MemoryStore
+from hicache_ray.storage.checked import TRAILER_BYTES
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
+from hicache_ray.storage.copying import as_array, checksum
 from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.store import Answer, Bytes, Store
 from tests.storage.cluster import Cluster
@@ -39,15 +41,36 @@ def memory() -> Subject:
 
 
 def wrapped() -> Subject:
-    """All wrappers that change nothing, around a memory store."""
+    """The wrappers that change nothing, around a memory store."""
     inner = memory()
 
     @contextmanager
     def make(capacity_bytes: int) -> Iterator[Store]:
         with inner.make(capacity_bytes) as store:
-            yield FaultyStore(CountingStore(store))
+            yield LatencyStore(FaultyStore(CountingStore(store)), 1e-3, 1e-12, wait=lambda _: None)
 
     return Subject(make, inner.abilities)
+
+
+class Unverified(MemoryStore):
+    """Has no checksums: serves what is there."""
+
+    def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
+        with self._locked():
+            for item in self._objects.values():
+                item.checksum = checksum(as_array(memoryview(item.data)))
+        return super().get(ids, targets, timeout_s)
+
+
+def checked() -> Subject:
+    """Checksums around a store that has none."""
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        yield ChecksumStore(Unverified(capacity_bytes, LEASE_S, clock))
+
+    return Subject(make, Abilities(clock=clock, overhead_bytes=TRAILER_BYTES))
 
 
 class Staged(MemoryStore):
@@ -152,6 +175,21 @@ def in_thread() -> Subject:
     return Subject(make, Abilities(clock=clock, gets_by_lease=True, hold=hold_client))
 
 
+def checked_arena() -> Subject:
+    """Checksums around an arena: a page and its trailer need a slot of the next size, so its room is not exact."""
+    inner = in_thread()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        with inner.make(2 * capacity_bytes) as store:
+            yield ChecksumStore(store)
+
+    return Subject(
+        make,
+        replace(inner.abilities, overhead_bytes=TRAILER_BYTES, exact_room=False, hold=lambda store, gate: hold_client(store.inner, gate)),
+    )
+
+
 def in_process() -> Subject:
     """The service in another process, started once: every rule gets an emptied store."""
     started: list[Process] = []
@@ -210,6 +248,8 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "memory": memory,
     "wrapped": wrapped,
     "staged": staged,
+    "checksums": checked,
+    "checksums around an arena": checked_arena,
     "arena in a thread": in_thread,
     "arena in a process": in_process,
     "sharded": lambda: sharded(ShardConfig(), [1, 0, 0]),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
 
 from hicache_ray.errors import ConfigError, StoreError, StoreTimeout
-from hicache_ray.storage import ArenaClient, CountingStore, FaultyStore, MemoryStore, StoreWrapper
-from hicache_ray.storage.wrappers import KINDS, OPS
+from hicache_ray.storage import (
+    ArenaClient,
+    ChecksumStore,
+    CountingStore,
+    FaultyStore,
+    LatencyStore,
+    MemoryStore,
+    ReadOnlyStore,
+    StoreWrapper,
+)
+from hicache_ray.storage.faults import ANY, FAULTS
 from hicache_ray.store import Store
-from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, present, put
+from tests.storage.objects import CALLS, PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
 
 
 @pytest.fixture
@@ -25,7 +33,8 @@ def store(waits: list[float]) -> FaultyStore:
 
 
 def test_wrappers_are_stores(store: FaultyStore) -> None:
-    for wrapper in (store, CountingStore(store), StoreWrapper(store), FaultyStore(CountingStore(store))):
+    around = (CountingStore, StoreWrapper, FaultyStore, ChecksumStore, ReadOnlyStore)
+    for wrapper in (store, *(kind(store) for kind in around), LatencyStore(store, 0.1), FaultyStore(ChecksumStore(ReadOnlyStore(store)))):
         assert isinstance(wrapper, Store)
 
 
@@ -121,16 +130,21 @@ def test_gone_at_a_lookup(store: FaultyStore) -> None:
 
 
 def test_heal_forgets(store: FaultyStore) -> None:
-    for op in OPS:
+    for op in FAULTS:
         store.fault(op, "error")
+    assert store.planned() == len(FAULTS)
     store.heal()
+    assert store.planned() == 0
     assert put(store, [1]) == 1
     assert present(store, [1]) == get(store, [1]) == {1}
 
 
-@pytest.mark.parametrize(("op", "kind", "nth"), [("drop", "error", 1), ("get", "explode", 1), ("get", "error", 0), ("lookup", "torn", 1)])
+@pytest.mark.parametrize(
+    ("op", "kind", "nth"),
+    [("shut", "error", 1), ("get", "explode", 1), ("get", "error", 0), ("lookup", "torn", 1), ("any", "flip", 1), ("drop", "gone", 1)],
+)
 def test_impossible_faults_are_refused(op: str, kind: str, nth: int, store: FaultyStore) -> None:
-    with pytest.raises(ConfigError, match="no fault .* operations: put, get, lookup; kinds: error"):
+    with pytest.raises(ConfigError, match="no fault .* count from 1, and choose of put: error, hang, delay, lost, torn, flip, gone; get: "):
         store.fault(op, kind, nth)
 
 
@@ -147,24 +161,65 @@ def test_counting() -> None:
     assert store.total() == 5
 
 
-def test_a_failing_script_until_it_passes() -> None:
-    """Fail the 1st, 2nd, ... n-th call of each kind until a script passes untouched; whatever failed, no wrong byte, no leak."""
-    for op in OPS:
-        for kind in (kind for kind in KINDS if kind != "hang" and (op != "lookup" or kind not in ("torn", "flip"))):
-            nth = 0
-            untouched = False
-            while not untouched:
-                nth += 1
-                memory = MemoryStore(8 * PAGE)
-                store = FaultyStore(memory, lambda _: None)
-                store.fault(op, kind, nth)
-                for step in (lambda n, s=store: put(s, [n, n + 1]), lambda n, s=store: get(s, [n]), lambda n, s=store: present(s, [n])):
-                    for n in range(6):
-                        with contextlib.suppress(StoreError):
-                            step(n)
-                        memory.check()
-                untouched = bool(store._planned)
-            assert nth == 7
+def test_every_operation_can_fail() -> None:
+    assert {*CALLS, ANY} == set(FAULTS)
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("by", ["name", ANY])
+def test_every_operation_fails_in_every_way(op: str, by: str, store: FaultyStore, waits: list[float]) -> None:
+    planned = op if by == "name" else ANY
+    store.fault(planned, "error")
+    with pytest.raises(StoreError, match=f"injected: this {op} fails"):
+        CALLS[op](store)
+    store.fault(planned, "hang")
+    with pytest.raises(StoreTimeout, match=f"injected: this {op} hung"):
+        CALLS[op](store)
+    store.fault(planned, "delay", seconds=0.5)
+    CALLS[op](store)
+    assert waits == [TIMEOUT_S, 0.5]
+    store.fault(planned, "lost")
+    with pytest.raises(StoreTimeout, match=f"injected: the answer to this {op} is lost"):
+        CALLS[op](store)
+    CALLS[op](store)
+    assert store.planned() == 0
+    assert store.stats(TIMEOUT_S).leases == 0
+
+
+def test_a_lost_answer_is_to_a_call_that_was_made(store: FaultyStore) -> None:
+    for call in (lambda: put(store, [1, 2]), lambda: store.drop([name(1)], TIMEOUT_S)):
+        store.fault(ANY, "lost")
+        with pytest.raises(StoreTimeout):
+            call()
+    assert present(store, [1, 2]) == {2}
+
+
+@pytest.mark.parametrize(("kind", "held"), [("flip", [False, True]), ("gone", [None, True])])
+def test_faults_of_a_lease(kind: str, held: list[bool | None], store: FaultyStore) -> None:
+    put(store, [1, 2])
+    store.fault("lease", kind, only=[0])
+    with store.lease([name(1), name(2)], TIMEOUT_S) as lent:
+        views = [None if view is None else bytes(view) == page(n).tobytes() for n, view in zip((1, 2), lent.views, strict=True)]
+    assert views == held
+
+
+def test_a_close_frees_what_hangs() -> None:
+    store, errors = FaultyStore(MemoryStore(PAGE)), list[StoreError]()
+    store.fault("scan", "hang")
+
+    def work() -> None:
+        try:
+            store.scan(timeout_s=1000.0)
+        except StoreTimeout as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while store.hung() < 1:
+        pass
+    store.close()
+    thread.join(TIMEOUT_S)
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize("kind", ["torn", "flip", "gone"])
