@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.keys import group_of
 from hicache_ray.storage.connection import Deadline
-from hicache_ray.storage.directory import Directory
+from hicache_ray.storage.directory import Directory, HomeIndex
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
@@ -62,6 +61,7 @@ class AnnouncerStats:
 @dataclass
 class Announcer:
     """For the node ``here``, whose store is ``store``. ``connect(member)`` gives the directory of a home; it may raise StoreError.
+    ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped.
 
     ``evicted`` may be called from any thread, ``step`` from one.
     """
@@ -72,13 +72,14 @@ class Announcer:
     connect: Callable[[Member], Directory]
     config: AnnouncerConfig = field(default_factory=AnnouncerConfig)
     clock: Callable[[], float] = time.monotonic
+    index: HomeIndex | None = None
 
     def __post_init__(self) -> None:
         self.stats = AnnouncerStats()
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}
         self._told: View | None = None  # the view whose homes have been told, or are about to be
-        self._todo: deque[bytes] = deque()
+        self._todo: dict[bytes, None] = {}
         self._said_at = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -107,10 +108,9 @@ class Announcer:
             evicted, self._evicted = list(self._evicted), {}
         for start in range(0, len(evicted), self.config.batch):
             self._send(view, evicted[start : start + self.config.batch], self._withdraw, self.evicted, down, deadline)
-        waiting, self._todo = self._todo, deque()
-        while waiting:
-            batch = [waiting.popleft() for _ in range(min(self.config.batch, len(waiting)))]
-            self._send(view, batch, self._announce, self._todo.extend, down, deadline)
+        waiting, self._todo = list(self._todo), {}
+        for start in range(0, len(waiting), self.config.batch):
+            self._send(view, waiting[start : start + self.config.batch], self._announce, self._later, down, deadline)
 
     def start(self) -> Announcer:
         self._thread = threading.Thread(target=self._run, name="hicache-announcer", daemon=True)
@@ -140,11 +140,20 @@ class Announcer:
             self.stats.failures += 1
             return  # the next step tries again, as the view is not told
         if told is None or due or told.member(self.here().node) != view.member(self.here().node):
-            self._todo, self._said_at = deque(mine), self.clock()  # also as a new incarnation: the old one's entries count for nothing
+            self._todo, self._said_at = (
+                dict.fromkeys(mine),
+                self.clock(),
+            )  # also as a new incarnation: the old one's entries count for nothing
         else:
             moved = {group for group in {group_of(id) for id in mine} if told.home(group) != view.home(group)}
-            self._todo.extend(id for id in mine if group_of(id) in moved)
+            self._later([id for id in mine if group_of(id) in moved])
         self._told = view
+        if self.index is not None:
+            for holder in view.over:
+                self.index.leave(holder)
+
+    def _later(self, ids: Sequence[bytes]) -> None:
+        self._todo.update(dict.fromkeys(ids))
 
     def _send(
         self,

@@ -13,7 +13,7 @@ forget, what is seen visible after that is really there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -151,12 +151,6 @@ class HomeIndex:
         with self._lock:
             number = self._numbers.pop(holder, None)
             return 0 if number is None else self._remove(number, self._table.rows())
-
-    def keep(self, holders: Collection[str]) -> int:
-        """Drop everything of all others: incarnations that are over. Returns how many entries went."""
-        with self._lock:
-            gone = set(self._numbers) - set(holders)
-        return sum(self.leave(holder) for holder in gone)
 
     def stats(self) -> DirectoryStats:
         with self._lock:

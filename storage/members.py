@@ -15,7 +15,7 @@ from hicache_ray.storage.directory import holder_name
 from hicache_ray.storage.rendezvous import ranked
 
 _CACHED_GROUPS = 8192
-_RETIRED = 64
+_OVER = 1024
 _PAST = 16
 
 
@@ -57,13 +57,14 @@ class MembersConfig:
 class View:
     """Who is alive, at one moment. ``version`` grows with every change. ``before``: what was alive shortly before, now outdated.
 
-    ``known``: holder names of every member, dead ones included.
+    ``known``: holder names of every member, dead ones included. ``over``: of incarnations that will not come back.
     """
 
     version: int
     alive: tuple[Member, ...]
     before: tuple[tuple[Member, ...], ...] = ()
     known: frozenset[str] = frozenset()
+    over: frozenset[str] = frozenset()
     _ranks: dict[bytes, tuple[Member, ...]] = field(default_factory=dict, repr=False)
     _moving: dict[bytes, bool] = field(default_factory=dict, repr=False)
 
@@ -111,7 +112,6 @@ class _State:
     heard_at: float
     misses: int = 0
     alive: bool = True
-    retired: list[str] = field(default_factory=list)  # incarnations that this node had before
 
 
 class Members:
@@ -122,34 +122,42 @@ class Members:
         self._clock = clock
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
+        self._over: dict[str, None] = {}  # holder names, oldest first
         self._version = 0
         self._last: tuple[Member, ...] = ()  # who is alive since the last change
         self._past: list[tuple[float, tuple[Member, ...]]] = []  # (until when, who was alive)
         self._view = View(0, ())
 
     def join(self, member: Member) -> None:
-        """A member, or a new incarnation of one, is known to be there; alive until it is missed."""
+        """A member, or a new incarnation of one, is known to be there; alive until it is missed.
+
+        One that is dead is not alive for being named again, and an incarnation that is over stays so.
+        """
         if ":" in member.incarnation or not member.node or not member.incarnation:
             raise ConfigError(f"a member needs a node and an incarnation without a colon, not {member.node!r} and {member.incarnation!r}")
         with self._lock:
             state = self._states.get(member.node)
+            if member.holder in self._over:
+                return
             if state is None:
                 self._states[member.node] = _State(member, self._clock())
                 self._changed()
-            elif member.incarnation not in state.retired:
+            elif member != state.member:
                 self._renew(state, member)
 
     def leave(self, node: str) -> None:
         """It is gone for good."""
         with self._lock:
-            if self._states.pop(node, None) is not None:
+            state = self._states.pop(node, None)
+            if state is not None:
+                self._end(state.member)
                 self._changed()
 
     def heard(self, node: str, incarnation: str) -> None:
         """It answered. A new incarnation takes the place of the old one; a late answer of an older one says nothing."""
         with self._lock:
             state = self._states.get(node)
-            if state is not None and incarnation not in state.retired:
+            if state is not None and holder_name(node, incarnation) not in self._over:
                 self._renew(state, replace(state.member, incarnation=incarnation))
 
     def missed(self, node: str) -> None:
@@ -175,13 +183,13 @@ class Members:
             if self._view.version != self._version or len(recent) != len(self._past):
                 self._past = recent
                 known = frozenset(state.member.holder for state in self._states.values())
-                self._view = View(self._version, self._last, tuple(alive for _, alive in recent), known)
+                self._view = View(self._version, self._last, tuple(alive for _, alive in recent), known, frozenset(self._over))
             return self._view
 
     def check(self) -> None:
         """Raises Inconsistent."""
         with self._lock:
-            if any(node != state.member.node or state.member.incarnation in state.retired for node, state in self._states.items()):
+            if any(node != state.member.node or state.member.holder in self._over for node, state in self._states.items()):
                 raise Inconsistent("a member has another one's name, or an incarnation that is over")
             if any(state.alive and state.misses >= self.config.misses for state in self._states.values()):
                 raise Inconsistent("a member that missed too much is alive")
@@ -194,10 +202,15 @@ class Members:
     def _renew(self, state: _State, member: Member) -> None:
         changed = not state.alive or member != state.member
         if member.incarnation != state.member.incarnation:
-            state.retired = [*state.retired, state.member.incarnation][-_RETIRED:]
+            self._end(state.member)
         state.member, state.heard_at, state.misses, state.alive = member, self._clock(), 0, True
         if changed:
             self._changed()
+
+    def _end(self, member: Member) -> None:
+        self._over[member.holder] = None
+        if len(self._over) > _OVER:
+            del self._over[next(iter(self._over))]
 
     def _changed(self) -> None:
         """Remembers who was alive until now; the first member of a cluster takes nobody's place."""

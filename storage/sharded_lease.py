@@ -43,11 +43,16 @@ class ManyLent:
 
 def lease(asked: Asked, ids: Sequence[bytes], guess: int) -> Lent:
     """This node's views where it has the object; else those that a holder lends: a client of another node lends copies that it fetched."""
-    store = asked.local()
-    here = None if store is None else store.lease(ids, asked.deadline.left())
+    here: Lent | None = None
+    error: StoreError | None = None
+    try:
+        store = asked.local()
+        here = None if store is None else store.lease(ids, asked.deadline.left())
+    except StoreError as failed:
+        error = failed
     missing = [i for i in range(len(ids)) if here is None or here.views[i] is None]
-    if not missing or asked.deadline.passed():
-        return here or ManyLent(len(ids), ())
+    if here is not None and (not missing or asked.deadline.passed()):
+        return here
     parts: list[tuple[Sequence[int], Lent]] = [] if here is None else [(range(len(ids)), here)]
     search = Search(asked, ids)
     try:
@@ -60,6 +65,8 @@ def lease(asked: Asked, ids: Sequence[bytes], guess: int) -> Lent:
     except BaseException:
         ManyLent(len(ids), parts).release()
         raise
+    if error is not None and not parts:
+        raise error
     return ManyLent(len(ids), parts)
 
 

@@ -188,14 +188,13 @@ def _holders(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], Sequence[tup
 
 def get(asked: Asked, ids: Sequence[bytes], targets: Sequence[Bytes], guess: int) -> int:
     """From this node, then from the holders in parallel, then from who else holds what is missing."""
-    store = asked.local()
     hit = 0
     error: StoreError | None = None
-    if store is not None:
-        try:
-            hit = store.get(ids, targets, asked.deadline.left())
-        except StoreError as failed:
-            error = failed
+    try:
+        store = asked.local()
+        hit = 0 if store is None else store.get(ids, targets, asked.deadline.left())
+    except StoreError as failed:
+        error = failed
     missing = ((1 << len(ids)) - 1) & ~hit
     if missing and not asked.deadline.passed():
         search = Search(asked, ids)
