@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from hicache_ray.errors import StoreClosed, StoreError
+from hicache_ray.errors import StoreError
 from hicache_ray.storage import sharded_lease, sharded_reads, sharded_whole
 from hicache_ray.storage.announcer import announce_visible
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.storage.members import Member, View
-from hicache_ray.storage.peers import NodeHandle, Peers, ShardConfig
+from hicache_ray.storage.peers import NodeHandle, Peers, ShardConfig, settle
 from hicache_ray.storage.sharded_reads import Asked, by_home
 from hicache_ray.storage.sharded_writes import Writing
 from hicache_ray.store import Answer, Bytes, Lent, StoreStats
@@ -60,7 +60,7 @@ class ShardedStore:
             return writing.run() if ids else 0
         finally:
             self._say_late(asked)
-            self._keep_late(writing.late)
+            self._keep_late(writing.late)  # its home failed just now
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
@@ -121,30 +121,29 @@ class ShardedStore:
                 self.late_dropped += 1
 
     def _say_late(self, asked: Asked) -> None:
-        """Announce again what a home did not take, on its lane; nobody waits for it."""
+        """Announce again what a home did not take. One that is still down fails at once, by its breaker."""
+        here = asked.view.member(self.here)
+        if not self._late or here is None or asked.deadline.passed():
+            return
         with self._lock:
             ids, self._late = list(self._late), {}
-        here = asked.view.member(self.here)
-        if not ids or here is None:
-            return
+        sent = []
         for home, positions in by_home(asked.view, ids).items():
             mine = [ids[i] for i in positions]
             if home is None:
                 self._keep_late(mine)
             else:
-                asked.send(home, self._say(asked, here, mine))
-
-    def _say(self, asked: Asked, here: Member, ids: Sequence[bytes]) -> Callable[[NodeHandle, float], object]:
-        def say(node: NodeHandle, left: float) -> None:
+                sent.append((mine, asked.send(home, _say(asked, here, mine))))
+        settle([one for _, one in sent], asked.deadline)
+        for mine, one in sent:
             try:
-                announce_visible(here.holder, asked.peers.of(here).handle().store, node.directory, ids, left)
-            except StoreClosed:
-                raise
+                one.result()
             except StoreError:
-                self._keep_late(ids)
-                raise
+                self._keep_late(mine)
 
-        return say
+
+def _say(asked: Asked, here: Member, ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
+    return lambda home, left: announce_visible(here.holder, asked.peers.of(here).handle().store, home.directory, ids, left)
 
 
 def _damage(node: NodeHandle, id: bytes) -> bool:
