@@ -126,17 +126,18 @@ class Writing:
                 elif mine:
                     unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
         settle([one for _, _, one in sent], self.asked.deadline)
-        back: dict[Member, int] = {}
+        refused = 0  # by one home, for one copy: then a clear came, and the others are gone or too late as well
         for target, mine, one in sent:
             try:
-                back[target] = back.get(target, 0) | only(len(self.ids), mine) & ~spread(one.result(), mine)
+                refused |= only(len(self.ids), mine) & ~spread(one.result(), mine)
             except StoreError:
                 unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
+        back = {target: held & refused for target, held in self.stored.items()}
         for target, silent in unsaid.items():
             if target.node == self.asked.here:
-                self.late.extend(self.ids[i] for i in bits.each(silent))
+                self.late.extend(self.ids[i] for i in bits.each(silent & ~refused))
             else:
-                back[target] = back.get(target, 0) | silent
+                back[target] |= silent
         self._take_back({target: positions for target, positions in back.items() if positions})
 
     def _take_back(self, back: Mapping[Member, int]) -> None:

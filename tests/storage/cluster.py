@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import FaultyStore, MemoryStore
 from hicache_ray.storage.announcer import Announcer, AnnouncerConfig
-from hicache_ray.storage.conformance import Clock
+from hicache_ray.storage.conformance import Clock, Gate
 from hicache_ray.storage.directory import ALWAYS, Directory, HomeIndex
 from hicache_ray.storage.members import Member, Members, MembersConfig
 from hicache_ray.storage.peers import NodeHandle, ShardConfig
@@ -25,7 +25,7 @@ LONG_S = 20.0
 
 @dataclass
 class Node:
-    """``up`` False: every call fails at once. ``held``: calls of its directory wait there (a node that hangs)."""
+    """``up`` False: every call fails at once. ``hung``: calls wait there, and fail. ``gates``: a call of that name stops there first."""
 
     name: str
     label: str
@@ -34,25 +34,38 @@ class Node:
     up: bool = True
     index: HomeIndex = field(default_factory=HomeIndex)
     hung: threading.Event | None = None
-    waiting: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     calls: int = 0
+    waiting: int = 0
+    most_waiting: int = 0
+    gates: dict[str, Gate] = field(default_factory=dict)
+    waits: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.store = FaultyStore(self.inner)
+        self._lock = threading.Lock()
+        self.store = FaultyStore(self.inner, wait=self.waits.append)
 
     @property
     def member(self) -> Member:
         return Member(self.name, self.incarnation, f"mem:{self.name}", self.label)
 
-    def answer(self, timeout_s: float) -> None:
+    def answer(self, call: str) -> None:
         """What every call meets first."""
-        self.calls += 1
-        hung = self.hung
+        with self._lock:
+            self.calls += 1
+            hung, gate = self.hung, self.gates.pop(call, None)
+        if gate is not None:
+            gate.stop()
         if hung is not None:
-            self.waiting.release()
-            hung.wait(timeout_s)
+            self._count(1)
+            hung.wait(LONG_S)
+            self._count(-1)
         if not self.up or hung is not None:
             raise StoreError(f"{self.name} is down")
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.waiting += more
+            self.most_waiting = max(self.most_waiting, self.waiting)
 
 
 class Reached(StoreWrapper):
@@ -67,7 +80,7 @@ class Reached(StoreWrapper):
             node: Node = object.__getattribute__(self, "node")
             if object.__getattribute__(self, "incarnation") != node.incarnation:
                 raise StoreError(f"{node.name} was restarted")
-            node.answer(LONG_S)
+            node.answer(name)
         return object.__getattribute__(self, name)
 
     def close(self) -> None:
@@ -81,25 +94,25 @@ class ReachedIndex:
         self.node, self.incarnation = node, node.incarnation
 
     def epoch(self, timeout_s: float) -> int:
-        return self._index(timeout_s).epoch(timeout_s)
+        return self._index("epoch").epoch(timeout_s)
 
     def announce(self, holder: str, ids: Sequence[bytes], timeout_s: float, since: int = ALWAYS) -> int:
-        return self._index(timeout_s).announce(holder, ids, timeout_s, since)
+        return self._index("announce").announce(holder, ids, timeout_s, since)
 
     def withdraw(self, holder: str, ids: Sequence[bytes], timeout_s: float) -> None:
-        self._index(timeout_s).withdraw(holder, ids, timeout_s)
+        self._index("withdraw").withdraw(holder, ids, timeout_s)
 
     def where(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Mapping[str, int]]:
-        return self._index(timeout_s).where(keys, tags, timeout_s)
+        return self._index("where").where(keys, tags, timeout_s)
 
     def holders(self, ids: Sequence[bytes], timeout_s: float) -> Sequence[tuple[str, ...]]:
-        return self._index(timeout_s).holders(ids, timeout_s)
+        return self._index("holders").holders(ids, timeout_s)
 
     def forget(self, prefix: bytes, timeout_s: float) -> int:
-        return self._index(timeout_s).forget(prefix, timeout_s)
+        return self._index("forget").forget(prefix, timeout_s)
 
-    def _index(self, timeout_s: float) -> HomeIndex:
-        self.node.answer(timeout_s)
+    def _index(self, call: str) -> HomeIndex:
+        self.node.answer(call)
         if self.incarnation != self.node.incarnation:
             raise StoreError(f"{self.node.name} was restarted")
         return self.node.index
