@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import TypeVar
 
 from hicache_ray.errors import StoreError
@@ -45,15 +47,29 @@ class Asked:
         return self.peers.of(member).send(call, self.deadline)
 
 
-def by_home(view: View, names: Sequence[bytes]) -> Mapping[Member | None, list[int]]:
-    """Positions of ``names`` (keys or ids) by the home of their group; None where nobody is alive."""
-    groups: dict[bytes, list[int]] = defaultdict(list)
-    for i, name in enumerate(names):
-        groups[group_of(name)].append(i)
-    homes: dict[Member | None, list[int]] = defaultdict(list)
-    for group, positions in groups.items():
-        homes[view.home(group)].extend(positions)
-    return {home: sorted(positions) for home, positions in homes.items()}
+def by_group(names: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
+    """Positions of ``names`` (keys or ids) by their group; a path has one or two."""
+    groups = [group_of(name) for name in names]
+    if groups and groups.count(groups[0]) == len(groups):
+        return {groups[0]: range(len(groups))}
+    out: dict[bytes, list[int]] = defaultdict(list)
+    for i, group in enumerate(groups):
+        out[group].append(i)
+    return out
+
+
+def by_home(view: View, names: Sequence[bytes]) -> Mapping[Member | None, Sequence[int]]:
+    """Positions of ``names``, ascending, by the home of their group; None where nobody is alive."""
+    homes: dict[Member | None, Sequence[int]] = {}
+    for group, positions in by_group(names).items():
+        home = view.home(group)
+        homes[home] = sorted([*homes[home], *positions]) if home in homes else positions
+    return homes
+
+
+def at(values: Sequence[T], positions: Sequence[int]) -> Sequence[T]:
+    """The values at these positions."""
+    return values if len(positions) == len(values) else [values[i] for i in positions]
 
 
 def spread(bitset: int, positions: Sequence[int]) -> int:
@@ -78,29 +94,31 @@ def lookup(asked: Asked, keys: Sequence[bytes], tags: Sequence[bytes]) -> Mappin
     """The union of what this node has and what the homes know of the others. What no home could say is to be retried."""
     sent: list[tuple[Sequence[int], Sent[Mapping[bytes, Mapping[str, int]]]]] = []
     unsure = 0
+    if asked.view.before:
+        moving = [positions for group, positions in by_group(keys).items() if asked.view.moving(group)]
+        unsure = reduce(or_, [only(len(keys), positions) for positions in moving], 0)
     for home, positions in by_home(asked.view, keys).items():
-        unsure |= only(len(keys), [i for i in positions if asked.view.moving(group_of(keys[i]))])
         if home is None:
             unsure |= only(len(keys), positions)
         else:
-            sent.append((positions, asked.send(home, _where([keys[i] for i in positions], tags))))
+            sent.append((positions, asked.send(home, _where(at(keys, positions), tags))))
     answers = _local_answers(asked, keys, tags)
     if answers is None:
         unsure, answers = (1 << len(keys)) - 1, {}
     settle([one for _, one in sent], asked.deadline)
     elsewhere = dict.fromkeys(tags, 0)
     others = asked.others()
-    for at, one in sent:
+    for positions, one in sent:
         try:
             found = one.result()
         except StoreError:
-            unsure |= only(len(keys), at)
+            unsure |= only(len(keys), positions)
             continue
         for tag in tags:
             held = 0
             for holder, mask in found.get(tag, {}).items():
                 held |= mask if holder in others else 0
-            elsewhere[tag] |= spread(held, at)
+            elsewhere[tag] |= spread(held, positions)
     return {tag: _merge(answers.get(tag, Answer()), elsewhere[tag], unsure) for tag in tags}
 
 
@@ -226,8 +244,8 @@ def _fetch(search: Search, who: Mapping[Member, list[int]], targets: Sequence[By
     return hit
 
 
-def _get(ids: Sequence[bytes], targets: Sequence[Bytes], at: Sequence[int], share: float) -> Callable[[NodeHandle, float], int]:
-    return lambda node, left: node.store.get([ids[i] for i in at], [targets[i] for i in at], left * share)
+def _get(ids: Sequence[bytes], targets: Sequence[Bytes], mine: Sequence[int], share: float) -> Callable[[NodeHandle, float], int]:
+    return lambda node, left: node.store.get(at(ids, mine), at(targets, mine), left * share)
 
 
 def heal(search: Search) -> None:

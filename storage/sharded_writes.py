@@ -16,7 +16,7 @@ from hicache_ray.keys import group_of
 from hicache_ray.storage import bits
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.peers import NodeHandle, Sent, ShardConfig, finish, settle
-from hicache_ray.storage.sharded_reads import Asked, by_home, only, spread
+from hicache_ray.storage.sharded_reads import Asked, at, by_home, only, spread
 from hicache_ray.store import Bytes
 
 
@@ -71,7 +71,7 @@ class Writing:
                 self.errors.append(error)
         return out
 
-    def _plan(self, homes: Mapping[Member | None, list[int]], since: Mapping[Member, int]) -> Mapping[Member, list[int]]:
+    def _plan(self, homes: Mapping[Member | None, Sequence[int]], since: Mapping[Member, int]) -> Mapping[Member, list[int]]:
         """Target -> positions, ascending. Where the home does not answer, only this node's own store is written."""
         view, here = self.asked.view, self.asked.view.member(self.asked.here)
         groups: dict[bytes, tuple[Member, ...]] = {}
@@ -95,7 +95,7 @@ class Writing:
         ]
         for member, positions in plan.items():
             if member.node == self.asked.here:
-                self._take(member, positions, lambda at=positions: self._local(at))  # type: ignore[misc]
+                self._take(member, positions, lambda mine=positions: self._local(mine))  # type: ignore[misc]
         finish([one for _, one in sent], self.asked.deadline)
         for positions, one in sent:
             self._take(one.member, positions, one.result)
@@ -105,7 +105,7 @@ class Writing:
         return 0 if handle is None else self._part(positions)(handle, self.asked.deadline.left())
 
     def _part(self, positions: Sequence[int]) -> Callable[[NodeHandle, float], int]:
-        return lambda node, left: node.store.put([self.ids[i] for i in positions], [self.sources[i] for i in positions], left)
+        return lambda node, left: node.store.put(at(self.ids, positions), at(self.sources, positions), left)
 
     def _take(self, member: Member, positions: Sequence[int], result: Callable[[], int]) -> None:
         try:
@@ -113,7 +113,7 @@ class Writing:
         except StoreError as error:
             self.errors.append(error)
 
-    def _announce(self, homes: Mapping[Member | None, list[int]], since: Mapping[Member, int]) -> None:
+    def _announce(self, homes: Mapping[Member | None, Sequence[int]], since: Mapping[Member, int]) -> None:
         """Every target's part to every home; then take back what a home refused, and what lies elsewhere without its home's word."""
         sent: list[tuple[Member, list[int], Sent[int]]] = []
         unsaid: dict[Member, int] = {}

@@ -39,6 +39,7 @@ class Node:
     most_waiting: int = 0
     gates: dict[str, Gate] = field(default_factory=dict)
     waits: list[float] = field(default_factory=list)
+    fail: Callable[[str], bool] = lambda call: False
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,6 +51,8 @@ class Node:
 
     def answer(self, call: str) -> None:
         """What every call meets first."""
+        if self.fail(call):
+            raise StoreError(f"injected: {call} of {self.name} fails")
         with self._lock:
             self.calls += 1
             hung, gate = self.hung, self.gates.pop(call, None)
