@@ -35,16 +35,18 @@ def announce_visible(holder: str, store: Store, home: Directory, ids: Sequence[b
 @dataclass(frozen=True)
 class AnnouncerConfig:
     """``batch``: ids per message. ``withdrawals``: evicted ids that wait at most. ``refresh_s``: how often everything is said again, which
-    mends what was lost on the way. ``step_s``: pause between steps of the thread; ``timeout_s``: most that a step waits for the homes."""
+    mends what was lost on the way. ``step_s``: pause between steps of the thread; ``timeout_s``: most that a step takes to tell the homes,
+    ``scan_s`` to read what its own store has."""
 
     batch: int = 1024
     withdrawals: int = 1 << 16
     refresh_s: float = 600.0
     step_s: float = 0.25
     timeout_s: float = 1.0
+    scan_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.withdrawals < 1 or min(self.refresh_s, self.step_s, self.timeout_s) <= 0:
+        if self.batch < 1 or self.withdrawals < 1 or min(self.refresh_s, self.step_s, self.timeout_s, self.scan_s) <= 0:
             raise ConfigError("the sizes and times of an announcer must be positive")
 
 
@@ -100,9 +102,9 @@ class Announcer:
 
     def step(self) -> None:
         """Tell the homes what there is to tell, within ``timeout_s``. What failed stays for the next step."""
-        deadline = Deadline.after(self.clock, self.config.timeout_s)
         view = self.view()
-        self._plan(view, deadline)
+        self._plan(view)
+        deadline = Deadline.after(self.clock, self.config.timeout_s)
         down: set[str] = set()
         with self._lock:
             evicted, self._evicted = list(self._evicted), {}
@@ -129,13 +131,13 @@ class Announcer:
         while not self._stopping.wait(self.config.step_s):
             self.step()
 
-    def _plan(self, view: View, deadline: Deadline) -> None:
+    def _plan(self, view: View) -> None:
         """Put on the list what has a home that has not heard of it: another node, or another incarnation; all of it now and then."""
         told, due = self._told, self.clock() - self._said_at >= self.config.refresh_s
         if told is not None and told.version == view.version and not due:
             return
         try:
-            mine = list(self.store.scan(b"", deadline.left()))
+            mine = list(self.store.scan(b"", self.config.scan_s))
         except StoreError:
             self.stats.failures += 1
             return  # the next step tries again, as the view is not told

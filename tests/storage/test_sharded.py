@@ -177,6 +177,15 @@ def test_bad_settings_are_refused() -> None:
         ShardConfig(replicas=3)
 
 
+def test_a_get_spreads_over_the_holders(start: Start) -> None:
+    cluster = start()
+    ids = [name(n, n) for n in range(8)]
+    for node in ("n1", "n2"):
+        put(cluster.client(node), ids)
+    assert get(cluster.client("n0"), ids) == 0xFF
+    assert [node.inner.stats(1.0).gets for node in cluster.nodes.values()] == [8, 4, 4]
+
+
 # -- nodes come and go -----------------------------------------------------------------------------------------------------------------
 
 

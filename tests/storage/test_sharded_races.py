@@ -34,7 +34,7 @@ def test_a_hung_home_costs_one_deadline_and_its_keys_are_to_be_retried(cluster: 
     put(cluster.client("n1"), ids)
     store = cluster.client("n0", clock=cluster.clock)
     hung = cluster.nodes["n2"].hung = threading.Event()
-    answer = store.lookup([id[:48] for id in ids], [ids[0][48:]], 0.1)[ids[0][48:]]
+    answer = store.lookup([id[:48] for id in ids], [ids[0][48:]], 1.0)[ids[0][48:]]
     assert (answer.hit, answer.retry) == (0b011011011, 0b100100100)
     calls = cluster.nodes["n2"].calls
     assert seen(store, ids) == (0b011011011, 0b100100100)  # with all the time in the world, but it is not asked
@@ -138,6 +138,22 @@ def test_a_put_that_began_before_a_clear_leaves_nothing(cluster: Cluster, config
     assert seen(other, ids) == (0b111, 0)
 
 
+def test_a_clear_refuses_from_its_beginning(cluster: Cluster) -> None:
+    """The fence stands before the first store is emptied: what is said from then on of bytes seen before is not believed."""
+    ids = [name(n, group_at(cluster, "n2")) for n in range(3)]
+    late, slow = Gate(), Gate()
+    cluster.nodes["n2"].gates |= {"announce": late, "clear": slow}
+    writing = Worker(lambda: put(cluster.client("n1"), ids))
+    assert late.reached.wait(LONG_S)
+    clearing = Worker(lambda: cluster.client("n0").clear(LONG_S, MINE))
+    assert slow.reached.wait(LONG_S)
+    late.open()
+    assert writing.join() == 0
+    slow.open()
+    clearing.join()
+    nothing_is_left(cluster, ids)
+
+
 def test_a_second_copy_that_is_late_is_taken_back(cluster: Cluster) -> None:
     ids = [name(n, group_at(cluster, "n2")) for n in range(3)]
     gate = cluster.nodes["n2"].gates["put"] = Gate()
@@ -168,7 +184,7 @@ def test_a_clear_that_a_node_does_not_answer_says_so(cluster: Cluster) -> None:
     put(cluster.client("n1"), ids)
     gate = cluster.nodes["n2"].gates["clear"] = Gate()
     with pytest.raises(StoreError, match="the clear is not complete, as not every node answered: n2"):
-        cluster.client("n0").clear(0.1, MINE)
+        cluster.client("n0").clear(1.0, MINE)
     gate.open()
     assert cluster.client("n1").clear(LONG_S, MINE) == 0
     nothing_is_left(cluster, ids)
