@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.peers import NodeHandle, Sent, settle
@@ -106,4 +106,12 @@ def described(asked: Asked) -> Mapping[bytes, Mapping[str, str]]:
 def stats(asked: Asked) -> StoreStats:
     """The sum over the nodes that answer: an object with two copies counts twice, a read that went on to another node as two."""
     parts = on_some(asked, "the counters", lambda node, left: node.store.stats(left))
-    return StoreStats(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(StoreStats)})
+    return StoreStats(**{f.name: _sum([getattr(part, f.name) for part in parts]) for f in fields(StoreStats)})
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Of numbers, or of tables of numbers by their keys."""
+    tables = [value for value in values if isinstance(value, Mapping)]
+    if not tables:
+        return sum(values)
+    return {key: _sum([table[key] for table in tables if key in table]) for key in dict.fromkeys(k for table in tables for k in table)}
