@@ -1,21 +1,29 @@
 """L3: stores that keep pages by content. Import from here; the modules below are details.
 
-``MemoryStore`` (a dict, the oracle), ``ArenaService`` + ``ArenaClient`` (shared memory of one node), and wrappers that compose
-(:mod:`.wrappers` lists them). Whoever writes another store tries it with :mod:`.conformance`.
+``MemoryStore`` (a dict, the oracle), ``ArenaService`` + ``ArenaClient`` (shared memory of one node), ``ShardedStore`` (many nodes, with
+``Members`` that a ``Prober`` drives, a ``HomeIndex`` and an ``Announcer`` on each), and wrappers that compose (:mod:`.wrappers`).
+Whoever writes another store tries it with :mod:`.conformance`.
 """
 
+from hicache_ray.storage.announcer import Announcer, AnnouncerConfig
 from hicache_ray.storage.arena import ArenaAddress, ArenaConfig
 from hicache_ray.storage.checked import ChecksumStore
 from hicache_ray.storage.client import ArenaClient
+from hicache_ray.storage.directory import Directory, HomeIndex
 from hicache_ray.storage.faults import FaultyStore
+from hicache_ray.storage.members import Member, Members, MembersConfig, View
 from hicache_ray.storage.memory import MemoryStore
 from hicache_ray.storage.owned import sweep
+from hicache_ray.storage.peers import NodeHandle, ShardConfig
+from hicache_ray.storage.prober import Prober
 from hicache_ray.storage.restricted import LatencyStore, ReadOnlyStore
 from hicache_ray.storage.service import ArenaService
 from hicache_ray.storage.session import ClientConfig
+from hicache_ray.storage.sharded import ShardedStore
 from hicache_ray.storage.wrappers import CountingStore, StoreWrapper
 
 __all__ = [
-    "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ChecksumStore", "ClientConfig", "CountingStore", "FaultyStore",
-    "LatencyStore", "MemoryStore", "ReadOnlyStore", "StoreWrapper", "sweep",
+    "Announcer", "AnnouncerConfig", "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ChecksumStore", "ClientConfig",
+    "CountingStore", "Directory", "FaultyStore", "HomeIndex", "LatencyStore", "Member", "Members", "MembersConfig", "MemoryStore",
+    "NodeHandle", "Prober", "ReadOnlyStore", "ShardConfig", "ShardedStore", "StoreWrapper", "View", "sweep",
 ]  # fmt: skip

@@ -11,9 +11,11 @@ from typing import Any
 
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ChecksumStore, CountingStore, FaultyStore, LatencyStore, MemoryStore
 from hicache_ray.storage.checked import TRAILER_BYTES
-from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Gate
+from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
 from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.store import Answer, Bytes, Store
+from tests.storage.cluster import Cluster
 from tests.storage.services import Process
 
 LEASE_S = 10.0
@@ -213,6 +215,34 @@ def in_process() -> Subject:
     return Subject(make, Abilities(hold=hold_client), close)
 
 
+def sharded(config: ShardConfig, capacities: Sequence[float], here: str = "n0") -> Subject:
+    """A client of a cluster in this process. ``capacities``: of each node, in shares of what is asked for.
+
+    Leases run out on the nodes' clock; the client's own deadlines are real.
+    """
+    clock = Clock()
+    first: list[MemoryStore] = []
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        cluster = Cluster([int(capacity_bytes * share) for share in capacities], clock=clock, kind=Staged)
+        first[:] = [cluster.nodes["n0"].inner]
+        try:
+            yield cluster.client(here, config)
+            cluster.check()
+        finally:
+            cluster.close()
+
+    def hold(store: Any, gate: Gate) -> AbstractContextManager[None]:
+        return hold_staged(first[0], gate)
+
+    if here == "n0":
+        return Subject(make, Abilities(clock=clock, hold=hold))
+    # Through a directory: what was evicted is found until somebody tells it or asks in vain, what was reserved is not found, and a miss
+    # is no node's miss.
+    return Subject(make, Abilities(clock=clock, eviction=Eviction.APPROXIMATE, counts=False))
+
+
 #: A store that is added here is held to every rule.
 STORES: Mapping[str, Callable[[], Subject]] = {
     "memory": memory,
@@ -222,6 +252,8 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "checksums around an arena": checked_arena,
     "arena in a thread": in_thread,
     "arena in a process": in_process,
+    "sharded": lambda: sharded(ShardConfig(), [1, 0, 0]),
+    "sharded, all of it elsewhere": lambda: sharded(ShardConfig(placement="home"), [1], here="a client without a store"),
 }
 
 
