@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,9 @@ import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
+from hicache_ray.storage.tcp import TcpConfig
+from hicache_ray.storage.tcp_client import TcpStore
+from hicache_ray.storage.tcp_server import TcpServer
 from hicache_ray.store import KEY_BYTES, SPACE_BYTES, TAG_BYTES, Store
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
@@ -18,13 +22,26 @@ from tests.storage.services import Process
 ALL = (1 << PAGES) - 1
 
 
-@pytest.fixture(params=["memory", "wrapped", "thread", "process"])
+class RemoteMemory(TcpStore):
+    """Over tcp, but for the damage of tests, which is done where the bytes are."""
+
+    def __init__(self, server: TcpServer, memory: MemoryStore) -> None:
+        super().__init__(server.address, server.config.token)
+        self.damage = memory.damage
+
+
+@pytest.fixture(params=["memory", "wrapped", "thread", "process", "tcp"])
 def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: None) -> Iterator[Store]:
     """Room for PAGES pages."""
     if request.param in ("memory", "wrapped"):
         memory = MemoryStore(PAGES * PAGE)
         yield memory if request.param == "memory" else FaultyStore(CountingStore(memory))
         memory.check()
+        return
+    if request.param == "tcp":
+        with TcpServer(memory := MemoryStore(PAGES * PAGE), TcpConfig("secret")) as server, closing(RemoteMemory(server, memory)) as remote:
+            yield remote
+            memory.check()
         return
     service = ArenaService(config).start() if request.param == "thread" else Process(config)
     client = ArenaClient(service.address)
