@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -20,13 +20,16 @@ from hicache_ray.store import Bytes, Lent, Store
 
 class Receiving(Protocol):
     """Memory that a store has reserved for objects on their way. ``views[i]`` is None where no bytes are wanted: the object exists, or it
-    was refused. ``seal`` or ``abort`` is called once nobody writes to a view any more; ``abort`` also after a ``seal`` that raised."""
+    was refused. Both methods are called only when nobody writes to a view any more; ``abort`` also after a ``seal_with`` that raised."""
 
     @property
     def views(self) -> Sequence[Bytes | None]: ...
 
-    def seal(self, done: int) -> int:
-        """Publish the objects of the bitset ``done``; returns the bitset of those of the call that are visible now."""
+    def seal_with(self, sums: Sequence[int | None]) -> int:
+        """Publish the objects. ``sums``: one per view that is not None, the xxh3-64 of what it holds, None where it holds no whole object.
+
+        Returns the bitset of those of the call that are visible now.
+        """
         ...
 
     def abort(self) -> None: ...
@@ -128,8 +131,8 @@ class Staging:
         self.views: list[Array] = [np.empty(length, np.uint8) for length in lengths]
         fence.begin(self, deadline)
 
-    def seal(self, done: int) -> int:
-        return self._fence.put(self, list(bits.each(done)), self._deadline)
+    def seal_with(self, sums: Sequence[int | None]) -> int:
+        return self._fence.put(self, [i for i, found in enumerate(sums) if found is not None], self._deadline)
 
     def abort(self) -> None:
         self._fence.end(self)
@@ -147,7 +150,7 @@ class Filling:
         }
         self._turn = threading.Condition()
         self._claimed: set[int] = set()
-        self._good: set[int] = set()
+        self._sums: dict[int, int] = {}  # of what is whole
         self._filling = 0
         self._over = False  # nobody begins to fill any more
         self._settled = False  # sealed or aborted
@@ -175,10 +178,10 @@ class Filling:
                 self._turn.notify_all()
                 self._abort_if_over()
 
-    def arrived(self, indices: Sequence[int]) -> None:
+    def arrived(self, sums: Mapping[int, int]) -> None:
         """These are whole, and their checksums fit."""
         with self._turn:
-            self._good.update(indices)
+            self._sums.update(sums)
 
     def seal(self) -> int:
         """Wait for the other streams, then publish what is whole; returns the bitset, over the call, of what is visible."""
@@ -190,9 +193,8 @@ class Filling:
             if self._settled:
                 return 0
             self._settled = True
-            done = bits.pack(i in self._good for i in self._granted)
         try:
-            visible = self._receiving.seal(done)
+            visible = self._receiving.seal_with([self._sums.get(i) for i in self._views])  # in the order of the views
         except BaseException:
             self._receiving.abort()
             raise

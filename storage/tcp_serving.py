@@ -203,8 +203,9 @@ class Handler:
             self.stream.receive_objects(views, sums, deadline)
             told = bytearray(8 * len(indices))
             self.stream.receive([memoryview(told)], deadline)
-            good = [a == b for a, b in zip(sums, Reader(bytes(told)).numbers("Q", len(indices)), strict=True)]
-            filling.arrived([i for i, fits in zip(indices, good, strict=True) if fits])
+            said = Reader(bytes(told)).numbers("Q", len(indices))
+            good = [found == wanted for found, wanted in zip(sums, said, strict=True)]
+            filling.arrived({i: found for i, found, fits in zip(indices, said, good, strict=True) if fits})
         self.stream.send_frame(frame.kind | REPLY, frame.request, wire.bitset(bits.pack(good), len(good)), deadline)
 
     def _seal(self, reader: Reader) -> bytes:

@@ -301,7 +301,12 @@ def test_connections_in_use_are_waited_for_until_the_deadline(dial: Connect, mem
     with TcpServer(faulty, CONFIG) as server:
         client = dial(server.address, TcpClientConfig(streams=1, connections=1))
         faulty.fault("lookup", "hang")
-        waiting = threading.Thread(target=lambda: pytest.raises(StoreError, present, client, [1]))
+
+        def wait() -> None:
+            with pytest.raises(StoreTimeout):
+                present(client, [1])
+
+        waiting = threading.Thread(target=wait)
         waiting.start()
         while not faulty.hung():
             pass
