@@ -10,7 +10,7 @@ Every request's body begins with ``seconds f64``: how long the caller waits. Bod
     RESERVE   > ids | (length u64)*                        < transfer u64 | wanted bits
     FILL      > transfer u64 | count u32 | (index u32)*, then raw: the bytes, then (checksum u64)*        < good bits
     SEAL      > transfer u64 | count u32                   < visible bits
-    LOOKUP    > as of the arena                            < (hit bits | pending bits | retry bits) per tag
+    LOOKUP    > keys u32 | tags u32 | keys | tags          < (hit bits | pending bits | retry bits) per tag
     SCAN      > first page u8 | prefix length u16 | prefix < more pages u8 | ids
     DROP, CLEAR, DESCRIBE, DESCRIBED, STATS, PING    as of the arena
     EPOCH     > nothing                                    < epoch u64
@@ -35,7 +35,7 @@ from hicache_ray.storage import bits, wire
 from hicache_ray.storage.connection import Refused
 from hicache_ray.storage.messages import text
 from hicache_ray.storage.wire import HEADER, MAX_BODY, Reader, WireError
-from hicache_ray.store import Answer
+from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
 
 MAGIC, VERSION = b"hT", 1
 MAX_GREETING = 128  # bytes of a body before both ends have proved themselves
@@ -154,6 +154,20 @@ def unpack_lengths(reader: Reader) -> tuple[list[bytes], list[int]]:
     if lengths and max(lengths) > MAX_OBJECT:
         raise WireError(f"an object of {max(lengths)} bytes is over the limit of {MAX_OBJECT}")
     return ids, lengths
+
+
+def pack_question(keys: Sequence[bytes], tags: Sequence[bytes]) -> bytes:
+    return b"".join((wire.number(len(keys)), wire.number(len(tags)), *keys, *tags))
+
+
+def unpack_question(reader: Reader) -> tuple[list[bytes], list[bytes]]:
+    """(keys, tags). Their product bounds how long the server works on one frame."""
+    keys, tags = reader.count(), reader.count(wire.MAX_ASKED)
+    if keys * tags > wire.MAX_ASKED:
+        raise WireError(f"a lookup of {keys} keys under {tags} tags is over the limit of {wire.MAX_ASKED}")
+    found = reader.blobs(KEY_BYTES, keys), reader.blobs(TAG_BYTES, tags)
+    reader.end()
+    return found
 
 
 def pack_answers(answers: Sequence[Answer], count: int) -> bytes:

@@ -49,8 +49,7 @@ class Operations:
         return operation(reader, deadline)
 
     def _lookup(self, reader: Reader, deadline: Deadline) -> bytes:
-        keys, tags = messages.unpack_lookup(reader)
-        reader.end()
+        keys, tags = tcp_frames.unpack_question(reader)
         found = self._store.lookup(keys, tags, deadline.left())
         return tcp_frames.pack_answers([found[tag] for tag in tags], len(keys))
 
@@ -109,8 +108,7 @@ class Operations:
         return b""
 
     def _where(self, reader: Reader, deadline: Deadline) -> bytes:
-        keys, tags = messages.unpack_lookup(reader)
-        reader.end()
+        keys, tags = tcp_frames.unpack_question(reader)
         return tcp_frames.pack_where(self._home.where(keys, tags, deadline.left()), tags, len(keys))
 
     def _holders(self, reader: Reader, deadline: Deadline) -> bytes:

@@ -23,6 +23,7 @@ from hicache_ray.storage.tcp_frames import decode_header, encode
 from hicache_ray.storage.wire import HEADER, Frame
 
 CHUNK = 1 << 20  # bytes of one system call; they are hashed while they are in the cache
+_UNHASHED = 4 << 20  # bytes of one system call where nothing is to be hashed
 _PARTS = 256  # buffers of one system call; the system's own limit is 1024
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 10, 3
 
@@ -88,14 +89,14 @@ class Stream:
     def receive_objects(self, targets: Sequence[Array], sums: MutableSequence[int | None], deadline: Deadline) -> None:
         """Fill ``targets`` one after the other; ``sums[i]`` becomes the xxh3-64 of the ``i``-th once it is whole. Raises StoreError."""
         hashing = _Hashing(sums)
-        for batch in _batches(targets):
+        for batch in _batches(targets, CHUNK):
             self.receive([part.data for _, part, _ in batch], deadline)
             hashing.add(batch)
 
     def send_objects(self, sources: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
         """Send ``sources`` one after the other, and hash them on the way where ``sums`` is given. Raises StoreError."""
         hashing = None if sums is None else _Hashing(sums)
-        for batch in _batches(sources):
+        for batch in _batches(sources, _UNHASHED if sums is None else CHUNK):
             if hashing is not None:
                 hashing.add(batch)
             self.send([part.data for _, part, _ in batch], deadline)
@@ -157,17 +158,17 @@ class _Hashing:
                 self._digest.reset()
 
 
-def _batches(objects: Sequence[Array]) -> Iterator[list[_Part]]:
-    """Parts of at most CHUNK bytes, gathered to at most CHUNK bytes and _PARTS parts."""
+def _batches(objects: Sequence[Array], chunk: int) -> Iterator[list[_Part]]:
+    """Parts of at most ``chunk`` bytes, gathered to at most ``chunk`` bytes and _PARTS parts."""
     batch: list[_Part] = []
     size = 0
     for i, whole in enumerate(objects):
-        for start in range(0, max(whole.nbytes, 1), CHUNK):
-            part = whole[start : start + CHUNK]
-            if batch and (size + part.nbytes > CHUNK or len(batch) == _PARTS):
+        for start in range(0, max(whole.nbytes, 1), chunk):
+            part = whole[start : start + chunk]
+            if batch and (size + part.nbytes > chunk or len(batch) == _PARTS):
                 yield batch
                 batch, size = [], 0
-            batch.append((i, part, start + CHUNK >= whole.nbytes))
+            batch.append((i, part, start + chunk >= whole.nbytes))
             size += part.nbytes
     if batch:
         yield batch

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, LocalStore, MemoryStore, NodeStore
+from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.storage.tcp_server import TcpServer
@@ -22,15 +23,15 @@ from tests.storage.services import Process
 ALL = (1 << PAGES) - 1
 
 
-class RemoteMemory(TcpStore):
+class Remote(TcpStore):
     """Over tcp, but for the damage of tests, which is done where the bytes are."""
 
-    def __init__(self, server: TcpServer, memory: MemoryStore) -> None:
+    def __init__(self, server: TcpServer, store: MemoryStore | LocalStore) -> None:
         super().__init__(server.address, server.config.token)
-        self.damage = memory.damage
+        self.damage = store.damage
 
 
-@pytest.fixture(params=["memory", "wrapped", "thread", "process", "tcp"])
+@pytest.fixture(params=["memory", "wrapped", "local", "thread", "process", "tcp", "tcp-local"])
 def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: None) -> Iterator[Store]:
     """Room for PAGES pages."""
     if request.param in ("memory", "wrapped"):
@@ -38,8 +39,20 @@ def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: Non
         yield memory if request.param == "memory" else FaultyStore(CountingStore(memory))
         memory.check()
         return
+    if request.param in ("local", "tcp-local"):
+        node = NodeStore(Arena(config))
+        local = LocalStore(node)
+        if request.param == "local":
+            yield local
+        else:
+            with TcpServer(local, TcpConfig("secret")) as server, closing(Remote(server, local)) as remote:
+                yield remote
+        node.check()
+        local.close()
+        node.close()
+        return
     if request.param == "tcp":
-        with TcpServer(memory := MemoryStore(PAGES * PAGE), TcpConfig("secret")) as server, closing(RemoteMemory(server, memory)) as remote:
+        with TcpServer(memory := MemoryStore(PAGES * PAGE), TcpConfig("secret")) as server, closing(Remote(server, memory)) as remote:
             yield remote
             memory.check()
         return
