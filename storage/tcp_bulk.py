@@ -144,6 +144,7 @@ class Filling:
     def __init__(self, receiving: Receiving, granted: Sequence[int], size: int, deadline: Deadline) -> None:
         """``granted``: of the call's objects, those that ``receiving`` is about. ``size``: bytes of the budget it holds."""
         self.size, self.deadline = size, deadline
+        self.verifies = isinstance(receiving, Staging)  # a plain put makes a checksum of its own, of whatever has arrived
         self._receiving, self._granted = receiving, granted
         self._views: dict[int, Array] = {
             i: as_array(view, writable=True) for i, view in zip(granted, receiving.views, strict=True) if view is not None

@@ -49,6 +49,7 @@ class TcpServer:
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
         self._handlers: dict[int, Handler] = {}
+        self._threads: list[threading.Thread] = []  # of handlers; one lives a moment longer than its entry in the table
         self._closing = False
         self.turned_away = 0  # connections, for want of room
 
@@ -86,6 +87,7 @@ class TcpServer:
         with self._lock:
             self._closing = True
             handlers = list(self._handlers.values())
+            threads = [*self._threads]
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -93,8 +95,8 @@ class TcpServer:
             self._acceptor.join(_JOIN_S)
         for handler in handlers:
             handler.stream.hang_up()
-        for handler in handlers:
-            handler.thread.join(_JOIN_S)
+        for thread in threads:
+            thread.join(_JOIN_S)
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -139,6 +141,8 @@ class TcpServer:
                 stream.close()
                 return
             self._handlers[number] = handler
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(handler.thread)
             handler.thread.start()
 
     def _full(self) -> bool:

@@ -199,12 +199,13 @@ class Handler:
             raise WireError("bytes of a put that nobody began, or that is over")
         deadline = min(deadline, filling.deadline, key=lambda one: one.at)
         with filling.claim(indices) as views:
-            sums: list[int | None] = [None] * len(indices)
+            sums: list[int | None] | None = [None] * len(indices) if filling.verifies else None
             self.stream.receive_objects(views, sums, deadline)
             told = bytearray(8 * len(indices))
             self.stream.receive([memoryview(told)], deadline)
             said = Reader(bytes(told)).numbers("Q", len(indices))
-            good = [found == wanted for found, wanted in zip(sums, said, strict=True)]
+            # Kept with the object, the writer's own checksum shows every reader what the way, or the memory, has done to it.
+            good = [found == wanted for found, wanted in zip(said if sums is None else sums, said, strict=True)]
             filling.arrived({i: found for i, found, fits in zip(indices, said, good, strict=True) if fits})
         self.stream.send_frame(frame.kind | REPLY, frame.request, wire.bitset(bits.pack(good), len(good)), deadline)
 

@@ -86,12 +86,16 @@ class Stream:
                 self._set_timeout(socket.SO_SNDTIMEO, deadline.left())
                 buffers = _rest(buffers, self._sock.sendmsg(buffers, (), socket.MSG_NOSIGNAL))
 
-    def receive_objects(self, targets: Sequence[Array], sums: MutableSequence[int | None], deadline: Deadline) -> None:
-        """Fill ``targets`` one after the other; ``sums[i]`` becomes the xxh3-64 of the ``i``-th once it is whole. Raises StoreError."""
-        hashing = _Hashing(sums)
-        for batch in _batches(targets, CHUNK):
+    def receive_objects(self, targets: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
+        """Fill ``targets`` one after the other; ``sums[i]``, where given, becomes the xxh3-64 of the ``i``-th once it is whole.
+
+        Raises StoreError.
+        """
+        hashing = None if sums is None else _Hashing(sums)
+        for batch in _batches(targets, _UNHASHED if sums is None else CHUNK):
             self.receive([part.data for _, part, _ in batch], deadline)
-            hashing.add(batch)
+            if hashing is not None:
+                hashing.add(batch)
 
     def send_objects(self, sources: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
         """Send ``sources`` one after the other, and hash them on the way where ``sums`` is given. Raises StoreError."""

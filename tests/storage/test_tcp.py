@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore, bits
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, LocalStore, MemoryStore, NodeStore, bits
+from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.connection import Overloaded
 from hicache_ray.storage.directory import ALWAYS, Directory, HomeIndex
 from hicache_ray.storage.tcp import TcpAddress, TcpClientConfig, TcpConfig
@@ -163,6 +164,25 @@ def test_a_put_over_a_bad_wire(server: TcpServer, memory: MemoryStore, dial: Con
         assert put(client, numbers(), BIG) == (1 << COUNT) - 1
         assert get(client, numbers(), BIG) == set(numbers())
         client.close()
+
+
+def test_a_put_that_the_wire_damaged_is_a_miss_in_an_arena(config: ArenaConfig, dial: Connect) -> None:
+    """The writer's own checksum is kept with the object, so every reader sees it."""
+    node = NodeStore(Arena(replace(config, size_bytes=2 * COUNT * BIG, slab_bytes=None)))
+    local = LocalStore(node)
+    with TcpServer(local, CONFIG) as server, proxied(server.address, Harm("flip", "server", BIG // 2)) as proxy:
+        client = dial(proxy.address)
+        put(client, numbers(), BIG)
+        assert proxy.struck.is_set()
+        assert len(get(client, numbers(), BIG)) == COUNT - 1
+        assert len(present(local, numbers())) == COUNT - 1
+        assert put(client, numbers(), BIG) == (1 << COUNT) - 1
+        assert get(local, numbers(), BIG) == get(client, numbers(), BIG) == set(numbers())
+        assert server.inflight_bytes == 0
+        client.close()
+    node.check()
+    local.close()
+    node.close()
 
 
 def test_a_server_that_never_answers_costs_one_deadline(dial: Connect, clock: FakeClock) -> None:
