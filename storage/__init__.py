@@ -1,7 +1,8 @@
 """L3: stores that keep pages by content. Import from here; the modules below are details.
 
 ``MemoryStore`` (a dict, the oracle), ``ArenaService`` + ``ArenaClient`` (shared memory of one node), ``ShardedStore`` (many nodes, with
-``Members`` that a ``Prober`` drives, a ``HomeIndex`` and an ``Announcer`` on each), and wrappers that compose (:mod:`.wrappers`).
+``Members`` that a ``Prober`` drives, a ``HomeIndex`` and an ``Announcer`` on each; between nodes: :mod:`.tcp_server`, :mod:`.tcp_client`),
+and wrappers that compose (:mod:`.wrappers`).
 Whoever writes another store tries it with :mod:`.conformance`.
 """
 
@@ -11,8 +12,10 @@ from hicache_ray.storage.checked import ChecksumStore
 from hicache_ray.storage.client import ArenaClient
 from hicache_ray.storage.directory import Directory, HomeIndex
 from hicache_ray.storage.faults import FaultyStore
+from hicache_ray.storage.local import LocalStore
 from hicache_ray.storage.members import Member, Members, MembersConfig, View
 from hicache_ray.storage.memory import MemoryStore
+from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.owned import sweep
 from hicache_ray.storage.peers import NodeHandle, ShardConfig
 from hicache_ray.storage.prober import Prober
@@ -24,6 +27,6 @@ from hicache_ray.storage.wrappers import CountingStore, StoreWrapper
 
 __all__ = [
     "Announcer", "AnnouncerConfig", "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ChecksumStore", "ClientConfig",
-    "CountingStore", "Directory", "FaultyStore", "HomeIndex", "LatencyStore", "Member", "Members", "MembersConfig", "MemoryStore",
-    "NodeHandle", "Prober", "ReadOnlyStore", "ShardConfig", "ShardedStore", "StoreWrapper", "View", "sweep",
+    "CountingStore", "Directory", "FaultyStore", "HomeIndex", "LatencyStore", "LocalStore", "Member", "Members", "MembersConfig",
+    "MemoryStore", "NodeHandle", "NodeStore", "Prober", "ReadOnlyStore", "ShardConfig", "ShardedStore", "StoreWrapper", "View", "sweep",
 ]  # fmt: skip

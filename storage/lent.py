@@ -30,6 +30,7 @@ class ArenaLent:
         self.views: Sequence[pa.Buffer | None] = [
             None if loan is None else memory.arrow.slice(loan.offset, loan.length) for loan in lease.loans
         ]
+        self.checksums: Sequence[int | None] = [None if loan is None else loan.checksum for loan in lease.loans]
 
     def valid(self) -> int:
         if self._released or self._until.passed():

@@ -219,6 +219,7 @@ class MemoryLent:
             if item is not None:
                 item.leases += 1
         self.views: Sequence[memoryview | None] = [None if item is None else memoryview(item.data).toreadonly() for item in held]
+        self.checksums: Sequence[int | None] = [None if item is None else item.checksum for item in held]
 
     def valid(self) -> int:
         if self._released or self._store.clock() >= self.until:

@@ -128,11 +128,25 @@ class IdTable:
     def rows(self, prefix: bytes = b"") -> Rows:
         """Rows, ascending, of the ids that start with ``prefix``."""
         rows = np.sort(self._places[self._marks > GONE]).astype(np.int64)
-        if prefix:
-            if len(prefix) > self.width:
-                return rows[:0]
-            rows = rows[(self._ids[rows, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1)]
-        return rows
+        return rows[self.starting(prefix)[rows]] if prefix else rows
+
+    def starting(self, prefix: bytes) -> npt.NDArray[np.bool_]:
+        """By row, those without an id too: flags of the ids that start with ``prefix``."""
+        if len(prefix) > self.width:
+            return np.zeros(len(self._ids), np.bool_)
+        return np.asarray((self._ids[:, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1))
+
+    def repeated(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """(n,) flags of the ids that are equal to an earlier one of the same call."""
+        ids = packed(ids, self.width)
+        out = np.zeros(len(ids), np.bool_)
+        if len(ids) < 2 or len(np.unique(ids.view(np.uint64) @ self._factors)) == len(ids):
+            return out
+        known = set[bytes]()
+        for i, id in enumerate(unpacked(ids)):
+            out[i] = id in known
+            known.add(id)
+        return out
 
     # -- changes -----------------------------------------------------------------------------------------------------------------
 

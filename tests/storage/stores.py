@@ -9,11 +9,26 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ChecksumStore, CountingStore, FaultyStore, LatencyStore, MemoryStore
+from hicache_ray.storage import (
+    ArenaClient,
+    ArenaConfig,
+    ArenaService,
+    ChecksumStore,
+    CountingStore,
+    FaultyStore,
+    LatencyStore,
+    LocalStore,
+    MemoryStore,
+    NodeStore,
+)  # fmt: skip
+from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.checked import TRAILER_BYTES
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
 from hicache_ray.storage.copying import as_array, checksum
 from hicache_ray.storage.peers import ShardConfig
+from hicache_ray.storage.tcp import TcpConfig
+from hicache_ray.storage.tcp_client import TcpStore
+from hicache_ray.storage.tcp_server import TcpServer
 from hicache_ray.store import Answer, Bytes, Store
 from tests.storage.cluster import Cluster
 from tests.storage.services import Process
@@ -243,6 +258,57 @@ def sharded(config: ShardConfig, capacities: Sequence[float], here: str = "n0") 
     return Subject(make, Abilities(clock=clock, eviction=Eviction.APPROXIMATE, counts=False))
 
 
+@contextmanager
+def local_store(capacity_bytes: int, clock: Clock) -> Iterator[LocalStore]:
+    node = NodeStore(Arena(arena(capacity_bytes, "conf-local"), clock))
+    try:
+        with closing(LocalStore(node, clock=clock)) as store:
+            yield store
+            node.check()
+    finally:
+        node.close()
+
+
+def local() -> Subject:
+    """The arena of this process, without a socket."""
+    clock = Clock()
+    return Subject(lambda capacity_bytes: local_store(capacity_bytes, clock), Abilities(clock=clock))
+
+
+class Remote(TcpStore):
+    """Over tcp, but for the damage of tests, which is done where the bytes are."""
+
+    def __init__(self, server: TcpServer, store: MemoryStore | LocalStore) -> None:
+        super().__init__(server.address, server.config.token)
+        self.damage = store.damage
+
+
+def tcp_memory() -> Subject:
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        memory = MemoryStore(capacity_bytes, LEASE_S)
+        with TcpServer(memory, TcpConfig("secret")) as server, closing(Remote(server, memory)) as remote:
+            yield remote
+        memory.check()
+
+    return Subject(make, Abilities(lends=False))
+
+
+def tcp_arena() -> Subject:
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        with (
+            local_store(capacity_bytes, clock) as store,
+            TcpServer(store, TcpConfig("secret")) as server,
+            closing(Remote(server, store)) as remote,
+        ):
+            yield remote
+
+    return Subject(make, Abilities(lends=False))
+
+
 #: A store that is added here is held to every rule.
 STORES: Mapping[str, Callable[[], Subject]] = {
     "memory": memory,
@@ -252,6 +318,9 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "checksums around an arena": checked_arena,
     "arena in a thread": in_thread,
     "arena in a process": in_process,
+    "arena without a socket": local,
+    "tcp over memory": tcp_memory,
+    "tcp over an arena": tcp_arena,
     "sharded": lambda: sharded(ShardConfig(), [1, 0, 0]),
     "sharded, all of it elsewhere": lambda: sharded(ShardConfig(placement="home"), [1], here="a client without a store"),
 }

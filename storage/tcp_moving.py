@@ -1,0 +1,128 @@
+"""Client's side of gets and puts: the objects of one call, spread over several links, each with a thread of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from hicache_ray.errors import StoreError
+from hicache_ray.storage import bits, wire
+from hicache_ray.storage.connection import Deadline
+from hicache_ray.storage.segment import Array
+from hicache_ray.storage.tcp_frames import TcpKind, pack_indices
+from hicache_ray.storage.tcp_links import Borrowed, Link
+
+ALONE = 1 << 20  # bytes per link below which another link costs more than it saves
+
+
+@dataclass
+class Item:
+    """One object on its way: ``index`` in the call, its memory here. ``checksum`` is what the other side says of a get. ``good``: it has
+    arrived and fits; ``bad``: it has arrived and does not."""
+
+    index: int
+    data: Array
+    checksum: int = 0
+    good: bool = False
+    bad: bool = False
+
+
+Work = Callable[[Link, Sequence[Item]], None]
+
+
+class Mover:
+    """Threads of ours beside the caller's own, which always works too. Usable by several threads."""
+
+    def __init__(self, streams: int, threads: int) -> None:
+        self._streams = streams
+        self._pool = ThreadPoolExecutor(max(threads, 1), thread_name_prefix="hicache-tcp-stream")
+
+    def run(self, borrowed: Borrowed, items: Sequence[Item], work: Work) -> StoreError | None:
+        """Do ``work`` with a share of the items on each of several links; what went wrong on one of them says so, and its items.
+
+        When it has returned or raised, none of our threads touches an item any more: all waits on a link end at its deadline, and
+        whatever else happens, the links are hung up first.
+        """
+        size = sum(item.data.nbytes for item in items)
+        links = borrowed.spread(min(self._streams, max(size // ALONE, 1)))
+        shares = split(items, len(links))
+        errors: list[StoreError] = []
+
+        def one(link: Link, share: Sequence[Item]) -> None:
+            try:
+                work(link, share)
+            except StoreError as error:
+                errors.append(error)
+
+        futures: list[Future[None]] = []
+        try:
+            own = [(links[0], shares[0])]
+            for link, share in zip(links[1:], shares[1:], strict=True):
+                try:
+                    futures.append(self._pool.submit(one, link, share))
+                except RuntimeError:  # closed by another thread meanwhile: the caller's thread does it all
+                    own.append((link, share))
+            for link, share in own:
+                one(link, share)
+            for future in futures:
+                future.result()
+        except BaseException:
+            for link in links:
+                link.clean = False
+                link.stream.hang_up()
+            wait(futures)
+            raise
+        return errors[0] if errors else None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def split(items: Sequence[Item], count: int) -> list[list[Item]]:
+    """``count`` runs of items, about equal in bytes."""
+    total, seen = sum(item.data.nbytes for item in items), 0
+    shares: list[list[Item]] = [[] for _ in range(count)]
+    for item in items:
+        middle = seen + item.data.nbytes / 2
+        shares[min(int(middle * count / total), count - 1) if total else 0].append(item)
+        seen += item.data.nbytes
+    return shares
+
+
+def fetch(lease: int, deadline: Deadline) -> Work:
+    """Receives into the items; those that fit their checksum are good."""
+
+    def work(link: Link, items: Sequence[Item]) -> None:
+        if not items:
+            return
+        link.ask(TcpKind.FETCH, pack_indices(lease, [item.index for item in items]), deadline)
+        sent = link.answer(TcpKind.FETCH, deadline, more=True).bits(len(items))
+        present = [items[n] for n in bits.each(sent) if n < len(items)]
+        sums: list[int | None] = [None] * len(present)
+        try:
+            link.stream.receive_objects([item.data for item in present], sums, deadline)
+            link.clean = True
+        finally:
+            for item, found in zip(present, sums, strict=True):
+                item.good = found == item.checksum
+                item.bad = found is not None and not item.good
+
+    return work
+
+
+def fill(transfer: int, deadline: Deadline) -> Work:
+    """Sends the items; those that the other side found to fit are good."""
+
+    def work(link: Link, items: Sequence[Item]) -> None:
+        if not items:
+            return
+        sums: list[int | None] = [None] * len(items)
+        link.ask(TcpKind.FILL, pack_indices(transfer, [item.index for item in items]), deadline)
+        link.stream.send_objects([item.data for item in items], sums, deadline)
+        link.stream.send([memoryview(wire.numbers("Q", [found or 0 for found in sums]))], deadline)
+        good = link.answer(TcpKind.FILL, deadline).bits(len(items))
+        for n in bits.each(good):
+            items[n].good = True
+
+    return work

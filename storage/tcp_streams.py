@@ -1,0 +1,187 @@
+"""One connected socket, as both ends use it: whole frames, and objects straight from and into callers' memory.
+
+The socket blocks, with the system's own timeouts: only so does one call wait for all of its bytes (``MSG_WAITALL``), and a call that
+moves a megabyte lets go of the interpreter once. Every timeout is what is left of a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import struct
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+
+import xxhash
+
+from hicache_ray.errors import StoreClosed, StoreTimeout
+from hicache_ray.storage.connection import Deadline
+from hicache_ray.storage.copying import checksum
+from hicache_ray.storage.segment import Array
+from hicache_ray.storage.tcp_frames import decode_header, encode
+from hicache_ray.storage.wire import HEADER, Frame
+
+CHUNK = 1 << 20  # bytes of one system call; they are hashed while they are in the cache
+_UNHASHED = 4 << 20  # bytes of one system call where nothing is to be hashed
+_PARTS = 256  # buffers of one system call; the system's own limit is 1024
+_KEEPALIVE_S, _KEEPALIVE_PROBES = 10, 3
+
+
+class Stream:
+    """Not for several threads at once, but for :meth:`hang_up`, which ends the others' waits."""
+
+    def __init__(self, sock: socket.socket, peer: str, buffer_bytes: int) -> None:
+        self._sock, self.peer = sock, peer
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", _KEEPALIVE_S), ("TCP_KEEPINTVL", _KEEPALIVE_S), ("TCP_KEEPCNT", _KEEPALIVE_PROBES)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if buffer_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+
+    # -- frames ------------------------------------------------------------------------------------------------------------------
+
+    def send_frame(self, kind: int, request: int, body: bytes, deadline: Deadline) -> None:
+        """Raises StoreError."""
+        self.send([memoryview(encode(kind, request, body))], deadline)
+
+    def wait(self) -> bytes:
+        """The first bytes of the next frame, however long that takes; empty at the end of the stream."""
+        with self._translated():
+            self._set_timeout(socket.SO_RCVTIMEO, 0.0)
+            return self._sock.recv(HEADER.size)
+
+    def receive_frame(self, flag: int, limit: int, deadline: Deadline, begun: bytes = b"") -> Frame:
+        """The next frame, whose first bytes are ``begun``. Raises StoreError, and WireError for what is none."""
+        head = bytearray(HEADER.size)
+        head[: len(begun)] = begun
+        self.receive([memoryview(head)[len(begun) :]], deadline)
+        kind, request, length = decode_header(bytes(head), flag, limit)
+        body = bytearray(length)
+        self.receive([memoryview(body)], deadline)
+        return Frame(kind, request, bytes(body))
+
+    # -- bytes -------------------------------------------------------------------------------------------------------------------
+
+    def receive(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill all buffers. Raises StoreError; nobody writes to them then either."""
+        buffers = [buffer for buffer in buffers if buffer.nbytes]
+        while buffers:
+            with self._translated():
+                self._set_timeout(socket.SO_RCVTIMEO, deadline.left())
+                count, _, _, _ = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)
+            if not count:
+                raise StoreClosed(f"{self.peer} hung up")
+            buffers = _rest(buffers, count)
+
+    def send(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
+        """Send all buffers. Raises StoreError."""
+        buffers = [buffer for buffer in buffers if buffer.nbytes]
+        while buffers:
+            with self._translated():
+                self._set_timeout(socket.SO_SNDTIMEO, deadline.left())
+                buffers = _rest(buffers, self._sock.sendmsg(buffers, (), socket.MSG_NOSIGNAL))
+
+    def receive_objects(self, targets: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
+        """Fill ``targets`` one after the other; ``sums[i]``, where given, becomes the xxh3-64 of the ``i``-th once it is whole.
+
+        Raises StoreError.
+        """
+        hashing = None if sums is None else _Hashing(sums)
+        for batch in _batches(targets, _UNHASHED if sums is None else CHUNK):
+            self.receive([part.data for _, part, _ in batch], deadline)
+            if hashing is not None:
+                hashing.add(batch)
+
+    def send_objects(self, sources: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
+        """Send ``sources`` one after the other, and hash them on the way where ``sums`` is given. Raises StoreError."""
+        hashing = None if sums is None else _Hashing(sums)
+        for batch in _batches(sources, _UNHASHED if sums is None else CHUNK):
+            if hashing is not None:
+                hashing.add(batch)
+            self.send([part.data for _, part, _ in batch], deadline)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------------
+
+    def alive(self) -> bool:
+        """False once the peer has hung up: an idle connection has nothing to read."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def hang_up(self) -> None:
+        """Wake whoever waits on the socket; it is of no more use."""
+        with contextlib.suppress(OSError):  # already gone
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _set_timeout(self, option: int, seconds: float) -> None:
+        """0 waits for ever."""
+        micros = math.ceil(seconds * 1e6)
+        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", micros // 1_000_000, micros % 1_000_000))
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (BlockingIOError, TimeoutError) as error:
+            raise StoreTimeout(f"{self.peer} did not answer within the deadline") from error
+        except OSError as error:
+            raise StoreClosed(f"the connection to {self.peer} is lost: {error.strerror or error}") from error
+
+
+_Part = tuple[int, Array, bool]  # index of the object, some of its bytes, whether these are its last
+
+
+class _Hashing:
+    """Sums of objects whose parts come in order."""
+
+    def __init__(self, sums: MutableSequence[int | None]) -> None:
+        self._sums, self._digest = sums, xxhash.xxh3_64()
+        self._begun = False
+
+    def add(self, batch: Sequence[_Part]) -> None:
+        for i, part, last in batch:
+            if last and not self._begun:
+                self._sums[i] = checksum(part)
+                continue
+            self._digest.update(part.data)
+            self._begun = not last
+            if last:
+                self._sums[i] = self._digest.intdigest()
+                self._digest.reset()
+
+
+def _batches(objects: Sequence[Array], chunk: int) -> Iterator[list[_Part]]:
+    """Parts of at most ``chunk`` bytes, gathered to at most ``chunk`` bytes and _PARTS parts."""
+    batch: list[_Part] = []
+    size = 0
+    for i, whole in enumerate(objects):
+        for start in range(0, max(whole.nbytes, 1), chunk):
+            part = whole[start : start + chunk]
+            if batch and (size + part.nbytes > chunk or len(batch) == _PARTS):
+                yield batch
+                batch, size = [], 0
+            batch.append((i, part, start + chunk >= whole.nbytes))
+            size += part.nbytes
+    if batch:
+        yield batch
+
+
+def _rest(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What of ``buffers`` is left when their first ``count`` bytes are done."""
+    for i, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= buffer.nbytes
+    return []
