@@ -199,10 +199,10 @@ def checked_arena() -> Subject:
         with inner.make(2 * capacity_bytes) as store:
             yield ChecksumStore(store)
 
-    return Subject(
-        make,
-        replace(inner.abilities, overhead_bytes=TRAILER_BYTES, exact_room=False, hold=lambda store, gate: hold_client(store.inner, gate)),
-    )
+    def hold(store: Any, gate: Gate) -> AbstractContextManager[None]:
+        return hold_client(store.inner, gate)
+
+    return Subject(make, replace(inner.abilities, overhead_bytes=TRAILER_BYTES, exact_room=False, hold=hold))
 
 
 def in_process() -> Subject:
