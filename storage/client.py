@@ -6,15 +6,18 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from hicache_ray.errors import StoreError
-from hicache_ray.storage import bits, messages, wire
+from hicache_ray.storage import bits, messages, replies, wire
+from hicache_ray.storage.addresses import Views, views_of
 from hicache_ray.storage.arena import ArenaAddress
 from hicache_ray.storage.connection import Connection, Deadline
-from hicache_ray.storage.copying import Copier, Copy, as_array
+from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import Outcome
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
-from hicache_ray.storage.segment import Array
+from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.session import ClientConfig, Session
 from hicache_ray.storage.wire import MAX_IDS, Kind
 from hicache_ray.store import Answer, Bytes, StoreStats
@@ -36,7 +39,11 @@ class ArenaClient:
         config = config or ClientConfig()
         self._clock = clock
         self._session = Session(address if isinstance(address, str) else address.socket, config, clock)
-        self._copier = Copier(config.copy_threads)
+        self._copier = Copier(config.copy_threads, config.slice_bytes, config.kernel)
+
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loop of the copies, which the first of them begins to do anyway; True once they use it."""
+        return self._copier.warm_up(timeout_s)
 
     # -- objects -----------------------------------------------------------------------------------------------------------------
 
@@ -53,21 +60,27 @@ class ArenaClient:
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
-        arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
-        fresh = dict(zip(reversed(ids), reversed(arrays), strict=True))  # of equal ids the first counts
-        visible: set[bytes] = set()
+        _require_as_many(ids, sources)
+        first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # of equal ids the first counts
+        unique = list(dict.fromkeys(ids))
+        views = views_of(sources if len(unique) == len(ids) else [sources[first[id]] for id in unique])
+        visible = 0
         with self._session.asking(timeout_s) as (connection, deadline):
-            for _, some in _parts(list(dict.fromkeys(ids)), MAX_IDS):
-                visible |= self._put(connection, {id: fresh[id] for id in some}, deadline)
-        return bits.pack(id in visible for id in ids)
+            for at, some in _parts(unique, MAX_IDS):
+                visible |= self._put(connection, some, _part(views, at, len(some)), deadline) << at
+        if len(unique) == len(ids):
+            return visible
+        place = {id: i for i, id in enumerate(unique)}
+        return bits.pack(bool(visible >> place[id] & 1) for id in ids)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
-        arrays = [as_array(target, writable=True) for _, target in zip(ids, targets, strict=True)]
+        _require_as_many(ids, targets)
+        views = views_of(targets, writable=True)
         verified = 0
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(ids, MAX_IDS):
-                verified |= self._get(connection, some, arrays[at : at + len(some)], deadline) << at
+                verified |= self._get(connection, some, _part(views, at, len(some)), deadline) << at
         return verified
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> ArenaLent:
@@ -140,53 +153,57 @@ class ArenaClient:
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _put(self, connection: Connection, fresh: Mapping[bytes, Array], deadline: Deadline) -> set[bytes]:
-        """Reserve, copy, seal; returns the ids that are visible then."""
-        ids, visible, granted, copies = list(fresh), set[bytes](), list[bytes](), list[Copy]()
-        asked = self._clock()
-        ask = messages.pack_reserve(ids, [data.nbytes for data in fresh.values()], deadline.left() + _MARGIN_S)
-        reservation = messages.unpack_reservation(connection.call(Kind.RESERVE, ask, deadline), len(ids))
-        for id, (outcome, offset) in zip(ids, reservation.grants, strict=True):
-            if outcome is Outcome.EXISTS:
-                visible.add(id)
-            elif outcome is Outcome.GRANTED:
-                granted.append(id)
-                # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-                copies.append(Copy(fresh[id], connection.mapped.data[offset : offset + fresh[id].nbytes], of_source=True))
-        if granted:
+    def _put(self, connection: Connection, ids: Sequence[bytes], sources: Views, deadline: Deadline) -> int:
+        """Reserve, copy, seal; returns the bitset of the ids that are visible then."""
+        memory, asked = connection.mapped, self._clock()
+        ask = messages.pack_reserve(ids, sources.sizes.tolist(), deadline.left() + _MARGIN_S)
+        reservation = replies.unpack_granted(connection.call(Kind.RESERVE, ask, deadline), sources.sizes, memory)
+        visible = reservation.outcomes == Outcome.EXISTS
+        granted = np.flatnonzero(reservation.outcomes == Outcome.GRANTED)
+        if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
-            sums = self._copier.run(copies, lambda: deadline.passed() or held.passed())
-            sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline).bits(len(granted))
-            visible.update(granted[i] for i in bits.each(sealed))
-        return visible
+            # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
+            targets = memory.arrow.address + reservation.offsets[granted]
+            batch = Batch(sources.addresses[granted], targets, sources.sizes[granted], of_source=True, stream=True)
+            summed = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+            sealed = connection.call(Kind.SEAL, replies.pack_sealed(reservation.id, summed), deadline).bits(len(granted))
+            visible[granted] = replies.flags_of(sealed, len(granted))
+        return replies.bits_of(visible)
 
-    def _get(self, connection: Connection, ids: Sequence[bytes], targets: Sequence[Array], deadline: Deadline) -> int:
+    def _get(self, connection: Connection, ids: Sequence[bytes], targets: Views, deadline: Deadline) -> int:
         """Lease, copy, verify, release. What the deadline cut off is a miss; so is everything once the lease has run out."""
-        asked = self._clock()
+        memory, asked = connection.mapped, self._clock()
         ask = wire.ids(ids) + wire.real(deadline.left() + _MARGIN_S)
-        lease = messages.unpack_lease(connection.call(Kind.LEASE, ask, deadline), len(ids))
+        lease = replies.unpack_leased(connection.call(Kind.LEASE, ask, deadline), len(ids), memory)
         held = Deadline(self._clock, asked + lease.seconds)
-        memory = connection.mapped
-        loans = [(i, loan) for i, loan in enumerate(lease.loans) if loan is not None]
-        fit = [(i, loan) for i, loan in loans if loan.length == targets[i].nbytes]
-        copies = [Copy(memory.data[loan.offset : loan.offset + loan.length], targets[i]) for i, loan in fit]
-        sums = self._copier.run(copies, lambda: deadline.passed() or held.passed())
-        verified, bad = 0, set[int]()
-        for (i, loan), found in zip(fit, sums, strict=True):
-            if found is not None and memory.unchanged(loan):
-                if found == loan.checksum:
-                    verified |= 1 << i
-                else:
-                    bad.add(i)
+        fit = np.flatnonzero(lease.lengths == targets.sizes[lease.hits])
+        sources, into = memory.arrow.address + lease.offsets[fit], targets.addresses[lease.hits[fit]]
+        summed = self._copier.run(Batch(sources, into, lease.lengths[fit], stream=True), lambda: deadline.passed() or held.passed())
+        read = summed.done & replies.unchanged(lease, memory)[fit]
+        right = summed.checksums == lease.checksums[fit]
         if held.passed():
             return 0  # whatever was read, the service may have given the memory to others meanwhile
-        if loans:
-            report = bits.pack(i in bad for i, _ in loans)
-            connection.tell(Kind.RELEASE, release_body(lease.id, report, len(loans)), Deadline.after(self._clock, _RELEASE_S))
-        return verified
+        if len(lease.hits):
+            bad = np.zeros(len(lease.hits), np.bool_)
+            bad[fit] = read & ~right
+            report = release_body(lease.id, replies.bits_of(bad), len(bad))
+            connection.tell(Kind.RELEASE, report, Deadline.after(self._clock, _RELEASE_S))
+        verified = np.zeros(len(ids), np.bool_)
+        verified[lease.hits[fit]] = read & right
+        return replies.bits_of(verified)
 
 
 def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[bytes]]]:
     """(index of the first, at most ``size`` items) over all items."""
     for at in range(0, len(items), size):
         yield at, items[at : at + size]
+
+
+def _part(views: Views, at: int, count: int) -> Views:
+    """Of all views those ``[at, at + count)``; the owners stay with the whole."""
+    return Views(views.addresses[at : at + count], views.sizes[at : at + count], views.owners)
+
+
+def _require_as_many(ids: Sequence[bytes], buffers: Sequence[Bytes]) -> None:
+    if len(ids) != len(buffers):
+        raise ValueError(f"{len(ids)} ids need as many buffers, not {len(buffers)}")

@@ -1,0 +1,96 @@
+"""The answers that carry a place per object, as columns: what a batch of copies is computed from without an object per page.
+
+Offsets and lengths come from another process and become addresses: they are checked against the mapping here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.storage import wire
+from hicache_ray.storage.addresses import Ints
+from hicache_ray.storage.copying import Summed
+from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.movers import Words
+from hicache_ray.storage.segment import Segment
+from hicache_ray.storage.slabs import BLOCK, SHARES_WORD
+from hicache_ray.storage.wire import Reader, WireError
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Granted(NamedTuple):
+    """``outcomes``: uint8 [n], of :class:`Outcome`. ``offsets``: int64 [n], bytes from the start of the data, where GRANTED."""
+
+    id: int
+    seconds: float
+    outcomes: npt.NDArray[np.uint8]
+    offsets: Ints
+
+
+class Leased(NamedTuple):
+    """``hits``: int64 [m], which of the ids asked for. The columns speak of these: int64 and uint64 [m]."""
+
+    id: int
+    seconds: float
+    hits: Ints
+    offsets: Ints
+    lengths: Ints
+    checksums: Words
+    generations: Words
+
+
+def unpack_granted(reader: Reader, sizes: Ints, memory: Segment) -> Granted:
+    """``sizes``: bytes of each object asked for. Raises WireError."""
+    count, id, seconds = len(sizes), reader.number("Q"), reader.real()
+    outcomes = np.frombuffer(reader.take(count), np.uint8)
+    offsets = _words(reader, count).astype(np.int64)
+    granted = outcomes == Outcome.GRANTED
+    _require_inside(offsets[granted], sizes[granted], memory)
+    return Granted(id, seconds, outcomes, offsets)
+
+
+def pack_sealed(reservation: int, summed: Summed) -> bytes:
+    done = np.packbits(summed.done, bitorder="little").tobytes()
+    return wire.number(reservation, "Q") + wire.number(len(summed.done)) + done + summed.checksums.astype("<u8").tobytes()
+
+
+def unpack_leased(reader: Reader, count: int, memory: Segment) -> Leased:
+    """``count``: of the ids asked for. Raises WireError."""
+    id, seconds = reader.number("Q"), reader.real()
+    hits = np.flatnonzero(np.unpackbits(np.frombuffer(reader.take((count + 7) // 8), np.uint8), count=count, bitorder="little"))
+    columns = _words(reader, 4 * len(hits)).reshape(-1, 4).T
+    offsets, lengths = columns[0].astype(np.int64), columns[1].astype(np.int64)
+    _require_inside(offsets, lengths, memory)
+    return Leased(id, seconds, hits, offsets, lengths, columns[2], columns[3])
+
+
+def unchanged(leased: Leased, memory: Segment) -> Flags:
+    """Has the memory of each loan not been given away since? bool [m]; see :meth:`Segment.unchanged`."""
+    words = np.frombuffer(memory.generations, np.uint64)
+    return (leased.lengths <= SHARES_WORD) | (words[leased.offsets // BLOCK] == leased.generations)
+
+
+def bits_of(flags: Flags) -> int:
+    """The int whose bit ``i`` is ``flags[i]``."""
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+def flags_of(bits: int, count: int) -> Flags:
+    """The inverse of :func:`bits_of`."""
+    packed = np.frombuffer(bits.to_bytes((count + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
+
+
+def _words(reader: Reader, count: int) -> Words:
+    return np.frombuffer(reader.take(8 * count), "<u8")
+
+
+def _require_inside(offsets: Ints, lengths: Ints, memory: Segment) -> None:
+    """Raises WireError: what is outside of the mapping is not copied to or from, whoever says so."""
+    size = memory.data_bytes
+    if len(offsets) and not ((offsets >= 0) & (lengths >= 0) & (lengths <= size) & (offsets <= size - lengths)).all():
+        raise WireError(f"the service names memory outside of its segment of {size} bytes")
