@@ -41,6 +41,7 @@ _SUMS = ir.VectorType(_WORD, 8)  # also a stripe of data, and a stripe of the se
 _SWAPPED = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
 _VOID = types.void
 _INT = types.int64
+_intrinsic: Any = intrinsic  # typed as what takes part in typing, not as what compiled code calls
 
 
 def _each(value: int) -> Any:
@@ -102,7 +103,7 @@ def _stripes_intrinsic(align: int, stream: bool) -> Any:
     def typed(typingctx: Any, to: Any, of: Any, sums: Any, count: Any) -> Any:
         return _VOID(_INT, _INT, _INT, _INT), codegen
 
-    return intrinsic(typed)
+    return _intrinsic(typed)
 
 
 _stripes = _stripes_intrinsic(align=1, stream=False)
@@ -110,7 +111,7 @@ _stripes_stream = _stripes_intrinsic(align=STRIPE, stream=True)
 _stripes_stream_16 = _stripes_intrinsic(align=16, stream=True)
 
 
-@intrinsic
+@_intrinsic
 def _start(typingctx: Any, sums: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _store(builder, ir.Constant(_SUMS, list(_START)), args[0])
@@ -119,7 +120,7 @@ def _start(typingctx: Any, sums: Any) -> Any:
     return _VOID(_INT), codegen
 
 
-@intrinsic
+@_intrinsic
 def _scramble(typingctx: Any, sums: Any) -> Any:
     """The end of a block."""
 
@@ -132,7 +133,7 @@ def _scramble(typingctx: Any, sums: Any) -> Any:
     return _VOID(_INT), codegen
 
 
-@intrinsic
+@_intrinsic
 def _last(typingctx: Any, to: Any, of: Any, sums: Any) -> Any:
     """Move the last 64 bytes and add them under a key of their own. What of them was moved before is moved and summed once more."""
 
@@ -146,7 +147,7 @@ def _last(typingctx: Any, to: Any, of: Any, sums: Any) -> Any:
     return _VOID(_INT, _INT, _INT), codegen
 
 
-@intrinsic
+@_intrinsic
 def _digest(typingctx: Any, sums: Any, size: Any) -> Any:
     """The checksum, from the sums of all stripes."""
 
@@ -168,7 +169,7 @@ def _digest(typingctx: Any, sums: Any, size: Any) -> Any:
     return types.uint64(_INT, _INT), codegen
 
 
-@intrinsic
+@_intrinsic
 def _memcpy(typingctx: Any, to: Any, of: Any, size: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, source = (builder.inttoptr(a, cgutils.voidptr_t) for a in args[:2])
@@ -178,7 +179,7 @@ def _memcpy(typingctx: Any, to: Any, of: Any, size: Any) -> Any:
     return _VOID(_INT, _INT, _INT), codegen
 
 
-@intrinsic
+@_intrinsic
 def _fence(typingctx: Any) -> Any:
     """What was streamed is visible before what comes next."""
 
@@ -199,36 +200,36 @@ def _move(of: Any, to: Any, sizes: Any, checksums: Any, sums: int, at: Any, end:
     while piece < end and budget > 0:
         source, target, size = of[piece], to[piece], sizes[piece]
         if size <= SHORT:
-            _memcpy(target, source, size)  # type: ignore[call-arg]
+            _memcpy(target, source, size)
             piece += 1
             budget -= SHORT
             continue
         if done == 0:
-            _start(sums)  # type: ignore[call-arg]
+            _start(sums)
         whole = (size - 1) // BLOCK * BLOCK
         stop = min(whole, done + (budget + BLOCK - 1) // BLOCK * BLOCK)
         budget -= stop - done + BLOCK
         if stream and target & (STRIPE - 1) == 0:
             for k in range(done, stop, BLOCK):
                 _stripes_stream(target + k, source + k, sums, BLOCK // STRIPE)
-                _scramble(sums)  # type: ignore[call-arg]
+                _scramble(sums)
         elif stream and target & 15 == 0:
             for k in range(done, stop, BLOCK):
                 _stripes_stream_16(target + k, source + k, sums, BLOCK // STRIPE)
-                _scramble(sums)  # type: ignore[call-arg]
+                _scramble(sums)
         else:
             for k in range(done, stop, BLOCK):
                 _stripes(target + k, source + k, sums, BLOCK // STRIPE)
-                _scramble(sums)  # type: ignore[call-arg]
+                _scramble(sums)
         done = stop
         if done == whole:
             _stripes(target + done, source + done, sums, (size - 1 - done) // STRIPE)
-            _last(target + size - STRIPE, source + size - STRIPE, sums)  # type: ignore[call-arg]
-            checksums[piece] = _digest(sums, size)  # type: ignore[call-arg]
+            _last(target + size - STRIPE, source + size - STRIPE, sums)
+            checksums[piece] = _digest(sums, size)
             piece += 1
             done = 0
     at[0], at[1] = piece, done
-    _fence()  # type: ignore[call-arg]
+    _fence()
 
 
 def _compiled() -> Callable[..., None]:
@@ -239,7 +240,7 @@ def _compiled() -> Callable[..., None]:
         function = njit(arguments, nogil=True, cache=True)(_move)
     except (RuntimeError, OSError):  # numba: no locator available
         function = njit(arguments, nogil=True)(_move)
-    return function  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return, unused-ignore]
 
 
 move = _compiled()

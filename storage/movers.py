@@ -26,6 +26,7 @@ Words = npt.NDArray[np.uint64]
 KERNELS = ("auto", "off")
 _MODULE = "hicache_ray.storage.kernel"
 _CHUNK = 512 << 10  # bytes; measured: 256 KiB switches threads too often, 1 MiB leaves the cache before it is hashed
+_LEAST = 1024  # bytes that a call moves at least
 _LOAD_S = 60.0
 
 
@@ -66,7 +67,7 @@ class PlainMover:
             of, to, size = int(batch.sources[piece]), int(batch.targets[piece]), int(batch.sizes[piece])
             if done == 0:
                 self._digest.reset()
-            part = min(size - done, _CHUNK)
+            part = min(size - done, _CHUNK, max(budget, _LEAST))
             ctypes.memmove(to + done, of + done, part)
             self._digest.update(_bytes_at((of if batch.of_source else to) + done, part))
             budget, done = budget - max(part, 1), done + part
