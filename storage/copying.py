@@ -53,9 +53,10 @@ class Copier:
         """
         count, total = len(batch.sizes), int(batch.sizes.sum())
         summed = Summed(np.zeros(count, np.uint64), np.zeros(count, np.bool_))
-        limit = min(self._slice, max(total // (4 * self._threads), _LEAST))
-        slices = _slices(batch.sizes, limit)
-        helpers = min(self._threads, len(slices)) - 1 if total > _ALONE else 0
+        alone = self._threads == 1 or total <= _ALONE
+        limit = self._slice if alone else min(self._slice, max(total // (4 * self._threads), _LEAST))
+        slices = _slices(batch.sizes, total, limit)
+        helpers = 0 if alone else min(self._threads, len(slices)) - 1
         todo = iter(slices)  # shared: a thread that is held up leaves the rest to the other
         futures: list[Future[None]] = []
         broken = False
@@ -97,11 +98,11 @@ def _wait(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def _slices(sizes: Ints, limit: int) -> list[tuple[int, int]]:
-    """Half-open ranges of pieces, each of about ``limit`` bytes, or of one larger piece."""
+def _slices(sizes: Ints, total: int, limit: int) -> list[tuple[int, int]]:
+    """Half-open ranges of pieces, each of about ``limit`` bytes, or of one larger piece. ``total``: of the sizes."""
+    if total + _PIECE * len(sizes) <= limit or len(sizes) == 1:
+        return [(0, len(sizes))]
     ends = np.cumsum(sizes + _PIECE)
-    if not len(ends) or ends[-1] <= limit:
-        return [(0, len(ends))]
     cuts = np.searchsorted(ends, np.arange(limit, ends[-1], limit)) + 1
     edges = np.unique(np.concatenate(([0], cuts, [len(ends)]))).tolist()
     return list(pairwise(edges))
