@@ -14,7 +14,6 @@ from hicache_ray.storage.addresses import Views, views_of
 from hicache_ray.storage.arena import ArenaAddress
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
-from hicache_ray.storage.descriptors import Outcome
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
 from hicache_ray.storage.movers import Batch
@@ -158,12 +157,11 @@ class ArenaClient:
         memory, asked = connection.mapped, self._clock()
         ask = messages.pack_reserve(ids, sources.sizes.tolist(), deadline.left() + _MARGIN_S)
         reservation = replies.unpack_granted(connection.call(Kind.RESERVE, ask, deadline), sources.sizes, memory)
-        visible = reservation.outcomes == Outcome.EXISTS
-        granted = np.flatnonzero(reservation.outcomes == Outcome.GRANTED)
+        visible, granted = reservation.exists, reservation.granted
         if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
             # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-            targets = memory.arrow.address + reservation.offsets[granted]
+            targets = memory.arrow.address + reservation.offsets
             batch = Batch(sources.addresses[granted], targets, sources.sizes[granted], of_source=True, stream=True)
             summed = self._copier.run(batch, lambda: deadline.passed() or held.passed())
             sealed = connection.call(Kind.SEAL, replies.pack_sealed(reservation.id, summed), deadline).bits(len(granted))

@@ -56,7 +56,6 @@ class Copier:
         alone = self._threads == 1 or total <= _ALONE
         limit = self._slice if alone else min(self._slice, max(total // (4 * self._threads), _LEAST))
         slices = _slices(batch.sizes, total, limit)
-        helpers = 0 if alone else min(self._threads, len(slices)) - 1
         todo = iter(slices)  # shared: a thread that is held up leaves the rest to the other
         futures: list[Future[None]] = []
         broken = False
@@ -64,9 +63,12 @@ class Copier:
         def work() -> None:
             self._work(batch, summed, todo, limit, lambda: broken or stop())
 
+        if alone:
+            work()
+            return summed
         try:
             with suppress(RuntimeError):  # closed by another thread meanwhile: then the caller's thread does it all
-                futures.extend(self._pool.submit(work) for _ in range(helpers))
+                futures.extend(self._pool.submit(work) for _ in range(min(self._threads, len(slices)) - 1))
             work()
             _wait(futures)
         except BaseException:

@@ -88,7 +88,8 @@ class KernelMover:
     def move(self, batch: Batch, checksums: Words, at: Ints, end: int, budget: int) -> None:
         begin = int(at[0])
         self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
-        for i in begin + np.flatnonzero(batch.sizes[begin : int(at[0])] <= self._short):
+        short = batch.sizes[begin : int(at[0])] <= self._short
+        for i in begin + np.flatnonzero(short) if short.any() else ():
             address = (batch.sources if batch.of_source else batch.targets)[i]
             checksums[i] = xxhash.xxh3_64_intdigest(_bytes_at(int(address), int(batch.sizes[i])))
 

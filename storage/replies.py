@@ -20,14 +20,17 @@ from hicache_ray.storage.slabs import BLOCK, SHARES_WORD
 from hicache_ray.storage.wire import Reader, WireError
 
 Flags = npt.NDArray[np.bool_]
+GRANTED, EXISTS = int(Outcome.GRANTED), int(Outcome.EXISTS)  # comparing an array with the enum costs more than the comparison
 
 
 class Granted(NamedTuple):
-    """``outcomes``: uint8 [n], of :class:`Outcome`. ``offsets``: int64 [n], bytes from the start of the data, where GRANTED."""
+    """``exists``: bool [n], of the objects asked for. ``granted``: int64 [m], which of them are to be written, at ``offsets``: int64 [m],
+    bytes from the start of the data."""
 
     id: int
     seconds: float
-    outcomes: npt.NDArray[np.uint8]
+    exists: Flags
+    granted: Ints
     offsets: Ints
 
 
@@ -47,10 +50,10 @@ def unpack_granted(reader: Reader, sizes: Ints, memory: Segment) -> Granted:
     """``sizes``: bytes of each object asked for. Raises WireError."""
     count, id, seconds = len(sizes), reader.number("Q"), reader.real()
     outcomes = np.frombuffer(reader.take(count), np.uint8)
-    offsets = _words(reader, count).astype(np.int64)
-    granted = outcomes == Outcome.GRANTED
-    _require_inside(offsets[granted], sizes[granted], memory)
-    return Granted(id, seconds, outcomes, offsets)
+    granted = np.flatnonzero(outcomes == GRANTED)
+    offsets = _words(reader, count)[granted]
+    _require_inside(offsets, sizes[granted].view(np.uint64), memory)
+    return Granted(id, seconds, outcomes == EXISTS, granted, offsets.view(np.int64))
 
 
 def pack_sealed(reservation: int, summed: Summed) -> bytes:
@@ -62,9 +65,9 @@ def unpack_leased(reader: Reader, count: int, memory: Segment) -> Leased:
     """``count``: of the ids asked for. Raises WireError."""
     id, seconds = reader.number("Q"), reader.real()
     hits = np.flatnonzero(np.unpackbits(np.frombuffer(reader.take((count + 7) // 8), np.uint8), count=count, bitorder="little"))
-    columns = _words(reader, 4 * len(hits)).reshape(-1, 4).T
-    offsets, lengths = columns[0].astype(np.int64), columns[1].astype(np.int64)
-    _require_inside(offsets, lengths, memory)
+    columns = _words(reader, 4 * len(hits)).reshape(-1, 4).T.copy()
+    _require_inside(columns[0], columns[1], memory)
+    offsets, lengths = columns[:2].view(np.int64)
     return Leased(id, seconds, hits, offsets, lengths, columns[2], columns[3])
 
 
@@ -89,8 +92,8 @@ def _words(reader: Reader, count: int) -> Words:
     return np.frombuffer(reader.take(8 * count), "<u8")
 
 
-def _require_inside(offsets: Ints, lengths: Ints, memory: Segment) -> None:
+def _require_inside(offsets: Words, lengths: Words, memory: Segment) -> None:
     """Raises WireError: what is outside of the mapping is not copied to or from, whoever says so."""
     size = memory.data_bytes
-    if len(offsets) and not ((offsets >= 0) & (lengths >= 0) & (lengths <= size) & (offsets <= size - lengths)).all():
+    if not ((lengths <= size) & (offsets <= size - lengths)).all():  # where the difference wraps, the first half is False
         raise WireError(f"the service names memory outside of its segment of {size} bytes")
