@@ -9,6 +9,7 @@ row "than ..." is the other store with the same pages. All are measured in the s
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,19 +55,23 @@ CASES = (
 )
 
 
-@dataclass
 class Pages:
-    """The caller's side of a case: sources and targets, of which every byte was touched, and how long everything took."""
+    """The caller's side of a case: memory of which every byte was touched, and how long everything took.
 
-    case: Case
-    sources: list[Array]
-    targets: list[Array]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    Every repetition moves the next pages of it: a batch of one page comes from memory too, not from the caches.
+    """
 
-    @classmethod
-    def of(cls, case: Case, buffers: Sequence[Array]) -> Pages:
-        sources, targets = (list(buffer[: case.pages * case.page_bytes].reshape(case.pages, -1)) for buffer in buffers)
-        return cls(case, sources, targets)
+    def __init__(self, case: Case, buffers: Sequence[Array]) -> None:
+        self.case = case
+        self._sources, self._targets = (buffer.reshape(-1, case.page_bytes) for buffer in buffers)
+        self._next = 0
+        self.seconds: dict[str, list[float]] = {}
+
+    def turn(self) -> None:
+        """On to the next pages."""
+        rows = range(self._next, self._next + self.case.pages)
+        self.sources, self.targets = ([buffer[i] for i in rows] for buffer in (self._sources, self._targets))
+        self._next = rows.stop if rows.stop + self.case.pages <= len(self._sources) else 0
 
     def time(self, what: str, work: Callable[[], object], keep: bool) -> None:
         start = time.perf_counter()
@@ -86,7 +91,7 @@ class Pages:
 def run() -> list[Row]:
     """Rows for put, get and lookup."""
     size = max(case.pages * case.page_bytes for case in CASES)
-    buffers = [np.random.default_rng(seed).integers(0, 256, size, np.uint8) for seed in (1, 0)]
+    buffers = [_touched(size, seed) for seed in (1, 0)]
     with _service() as socket:
         client = ArenaClient(socket, ClientConfig(prefault="start"))
         try:
@@ -97,8 +102,15 @@ def run() -> list[Row]:
             client.close()
 
 
+def _touched(size: int, seed: int) -> Array:
+    """Memory as a host pool has it: whole pages of the machine, all of them faulted in."""
+    buffer: Array = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return buffer
+
+
 def _copies(client: ArenaClient, case: Case, buffers: Sequence[Array]) -> list[Row]:
-    pages = Pages.of(case, buffers)
+    pages = Pages(case, buffers)
     with ExitStack() as stack:
         others = known() if case.peers else []
         peers = {other.name: stack.enter_context(other.open()) for other in others if not other.missing}
@@ -114,6 +126,7 @@ def _copies(client: ArenaClient, case: Case, buffers: Sequence[Array]) -> list[R
 
 def _repeat(client: ArenaClient, peers: dict[str, Peer], pages: Pages, keep: bool) -> None:
     """Everything once, with ids that were not there before."""
+    pages.turn()
     ids = [os.urandom(KEY_BYTES + TAG_BYTES) for _ in pages.sources]
     everything = (1 << len(ids)) - 1
     pages.time("memmove", lambda: _memmove(pages.sources, pages.targets), keep)
