@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hicache_ray.errors import ConfigError, StoreError
-from hicache_ray.storage import ArenaService, ClientConfig, kernel, movers
+from hicache_ray.storage import ArenaService, ClientConfig, copying, kernel, movers
 from hicache_ray.storage.addresses import views_of
 from hicache_ray.storage.copying import Copier, Summed, _slices
 from hicache_ray.storage.movers import KERNELS, Batch, KernelMover, Mover, Movers, PlainMover
@@ -67,7 +67,9 @@ def _aligned(size: int) -> Array:
 
 
 @pytest.fixture(params=KERNELS)
-def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    """Of two threads, whatever the size of the batch."""
+    monkeypatch.setattr(copying, "_ALONE", 0)
     opened = Copier(2, slice_bytes=64 << 10, kernel=request.param)
     assert opened.warm_up(PATIENCE_S) == (request.param == "auto")
     yield opened
@@ -161,8 +163,8 @@ def test_a_copy_that_fails_leaves_no_writer_behind(copier: Copier) -> None:
     assert not (some.target == some.wanted()).all()
 
 
-def test_a_closed_copier_still_copies() -> None:
-    copier, some = Copier(2), Pieces([(1 << 20, 0, 0)] * 4)
+def test_a_closed_copier_still_copies(copier: Copier) -> None:
+    some = Pieces([(1 << 20, 0, 0)] * 4)
     copier.close()
     assert copier.run(some.batch, never).checksums.tolist() == some.checksums
 
