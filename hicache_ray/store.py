@@ -17,7 +17,7 @@ Bitsets are Python ints: bit ``i`` speaks of the ``i``-th id (or key) of the cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -60,6 +60,13 @@ class StoreStats:
     checksum_failures: int = 0
     evictions: int = 0
     leases: int = 0
+    #: By tenant: bytes, objects, refused (over its cap), evictions, cap (0: none). "" is what belongs to no described namespace.
+    tenants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    #: Bytes under open reservations, and objects refused because those were too many.
+    pending_bytes: int = 0
+    dropped: int = 0
+    #: Bytes that are backed by huge pages, as far as the system says.
+    huge_bytes: int = 0
 
 
 class Lent(Protocol):

@@ -5,13 +5,15 @@
 
 from hicache_ray.storage.arena import ArenaAddress, ArenaConfig
 from hicache_ray.storage.client import ArenaClient
+from hicache_ray.storage.local import LocalStore
 from hicache_ray.storage.memory import MemoryStore
+from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.owned import sweep
 from hicache_ray.storage.service import ArenaService
 from hicache_ray.storage.session import ClientConfig
 from hicache_ray.storage.wrappers import CountingStore, FaultyStore, StoreWrapper
 
 __all__ = [
-    "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ClientConfig", "CountingStore", "FaultyStore", "MemoryStore",
-    "StoreWrapper", "sweep",
+    "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ClientConfig", "CountingStore", "FaultyStore", "LocalStore",
+    "MemoryStore", "NodeStore", "StoreWrapper", "sweep",
 ]  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 
 def pack(flags: Iterable[bool]) -> int:
     """The int whose bit ``i`` is ``flags[i]``. Linear: one parse of a binary literal instead of ``n`` shifts of a growing int."""
@@ -17,3 +20,14 @@ def each(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
+
+
+def packed(flags: npt.NDArray[np.bool_]) -> int:
+    """:func:`pack` of an array."""
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+def unpacked(value: int, count: int) -> npt.NDArray[np.bool_]:
+    """The first ``count`` bits as an array of flags."""
+    raw = np.frombuffer((value & ((1 << count) - 1)).to_bytes((count + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)

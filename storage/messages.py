@@ -21,12 +21,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hicache_ray.storage import bits, wire
-from hicache_ray.storage.descriptors import Grant, Lease, Loan, Outcome, Reservation
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.storage import wire
+from hicache_ray.storage.descriptors import OUTCOMES, U64, Lease, Reservation, Sums
+from hicache_ray.storage.table import Ids
 from hicache_ray.storage.wire import Reader, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
-
-OUTCOMES = tuple(Outcome)  # by value; calling the enum costs more than all else in its message
 
 
 class Hello(NamedTuple):
@@ -58,11 +60,12 @@ def pack_lookup(keys: Sequence[bytes], tags: Sequence[bytes]) -> bytes:
     return b"".join((wire.number(len(keys)), wire.number(len(tags)), *keys, *tags))
 
 
-def unpack_lookup(reader: Reader) -> tuple[list[bytes], list[bytes]]:
+def unpack_lookup(reader: Reader) -> tuple[npt.NDArray[np.uint8], list[bytes]]:
+    """((n, 48) uint8 keys, tags)."""
     keys, tags = reader.count(), reader.count(wire.MAX_ASKED)
     if keys * tags > wire.MAX_ASKED:
         raise WireError(f"a lookup of {keys} keys under {tags} tags is over the limit of {wire.MAX_ASKED}")
-    return reader.blobs(KEY_BYTES, keys), reader.blobs(TAG_BYTES, tags)
+    return reader.packed(KEY_BYTES, keys), reader.blobs(TAG_BYTES, tags)
 
 
 def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
@@ -73,53 +76,48 @@ def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[by
     return {tag: Answer(hit=reader.bits(count), pending=reader.bits(count)) for tag in tags}
 
 
-def pack_reserve(ids: Sequence[bytes], lengths: Sequence[int], seconds: float) -> bytes:
-    return wire.ids(ids) + wire.numbers("Q", lengths) + wire.real(seconds)
+def pack_reserve(ids: Ids, lengths: Sequence[int] | U64, seconds: float) -> bytes:
+    return b"".join((wire.packed_ids(ids), np.asarray(lengths, "<u8").tobytes(), wire.real(seconds)))
 
 
-def unpack_reserve(reader: Reader) -> tuple[list[bytes], list[int], float]:
-    ids = reader.ids()
-    return ids, reader.numbers("Q", len(ids)), seconds(reader)
+def unpack_reserve(reader: Reader) -> tuple[npt.NDArray[np.uint8], U64, float]:
+    """((n, 64) uint8 ids, (n,) lengths, seconds)."""
+    ids = reader.packed_ids()
+    return ids, reader.words(len(ids)), seconds(reader)
 
 
 def pack_reservation(reservation: Reservation) -> bytes:
-    outcomes = bytes(grant.outcome for grant in reservation.grants)
-    offsets = wire.numbers("Q", [grant.offset for grant in reservation.grants])
-    return wire.number(reservation.id, "Q") + wire.real(reservation.seconds) + outcomes + offsets
+    head = wire.number(reservation.id, "Q") + wire.real(reservation.seconds)
+    return b"".join((head, reservation.outcomes.tobytes(), reservation.offsets.tobytes()))
 
 
 def unpack_reservation(reader: Reader, count: int) -> Reservation:
     id, seconds = reader.number("Q"), reader.real()
-    try:
-        outcomes = [OUTCOMES[code] for code in reader.take(count)]
-    except IndexError as error:
-        raise WireError("unknown outcome of a reservation") from error
-    return Reservation(id, seconds, list(map(Grant, outcomes, reader.numbers("Q", count))))
+    outcomes = np.frombuffer(reader.take(count), np.uint8)
+    if outcomes.max(initial=0) >= len(OUTCOMES):
+        raise WireError("unknown outcome of a reservation")
+    return Reservation(id, seconds, outcomes, reader.words(count))
 
 
-def pack_seal(reservation: int, checksums: Sequence[int | None]) -> bytes:
-    count, done = len(checksums), bits.pack(checksum is not None for checksum in checksums)
-    body = wire.number(reservation, "Q") + wire.number(count) + wire.bitset(done, count)
-    return body + wire.numbers("Q", [checksum or 0 for checksum in checksums])
+def pack_seal(reservation: int, checksums: Sequence[int | None] | Sums) -> bytes:
+    sums = checksums if isinstance(checksums, Sums) else Sums.of(checksums)
+    head = wire.number(reservation, "Q") + wire.number(len(sums))
+    return b"".join((head, wire.flags(sums.done), sums.values.tobytes()))
 
 
-def unpack_seal(reader: Reader) -> tuple[int, list[int | None]]:
+def unpack_seal(reader: Reader) -> tuple[int, Sums]:
     reservation, count = reader.number("Q"), reader.count()
-    done = reader.bits(count)
-    return reservation, [checksum if done >> i & 1 else None for i, checksum in enumerate(reader.numbers("Q", count))]
+    done = reader.flags(count)
+    return reservation, Sums(done, reader.words(count))
 
 
 def pack_lease(lease: Lease) -> bytes:
-    hit = bits.pack(loan is not None for loan in lease.loans)
-    fields = [value for loan in lease.loans if loan is not None for value in loan]
-    return wire.number(lease.id, "Q") + wire.real(lease.seconds) + wire.bitset(hit, len(lease.loans)) + wire.numbers("Q", fields)
+    return b"".join((wire.number(lease.id, "Q"), wire.real(lease.seconds), wire.flags(lease.hit), lease.table.tobytes()))
 
 
 def unpack_lease(reader: Reader, count: int) -> Lease:
-    id, seconds, hit = reader.number("Q"), reader.real(), reader.bits(count)
-    fields = iter(reader.numbers("Q", 4 * hit.bit_count()))
-    loans = map(Loan, fields, fields, fields, fields)
-    return Lease(id, seconds, [next(loans) if hit >> i & 1 else None for i in range(count)])
+    id, seconds, hit = reader.number("Q"), reader.real(), reader.flags(count)
+    return Lease(id, seconds, hit, reader.words(4 * int(hit.sum())).reshape(-1, 4))
 
 
 def pack_record(digest: bytes, record: Mapping[str, str]) -> bytes:

@@ -12,8 +12,9 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,27 @@ from hicache_ray.storage.descriptors import Loan
 from hicache_ray.storage.slabs import BLOCK, SHARES_WORD
 
 Array = npt.NDArray[np.uint8]
+HUGE = 2 << 20  # bytes of a huge page
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # linux 6.1: makes huge pages of what is there already
 _MADV_POPULATE_WRITE = 23  # linux 5.14: faults pages in without changing them
+_RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+_SHMEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _STEP = 16 << 20  # bytes prefaulted between two looks at the stop flag
 
 
 def data_offset(data_bytes: int) -> int:
-    """Bytes of generation words (0.2 % of the data), rounded up to whole pages."""
-    return -(-(-(-data_bytes // BLOCK) * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
+    """Bytes of generation words (0.2 % of the data), rounded up to whole pages: huge ones, where the data fills one."""
+    page = HUGE if data_bytes >= HUGE else mmap.PAGESIZE
+    return -(-(-(-data_bytes // BLOCK) * 8) // page) * page
+
+
+def huge_pages_allowed() -> bool:
+    """Does the system give shared memory huge pages to those who ask?"""
+    try:
+        return re.search(r"\[(always|within_size|advise|force)\]", _SHMEM.read_text(encoding="ascii")) is not None
+    except OSError:
+        return False
 
 
 def require_room(directory: Path, wanted: int) -> None:
@@ -51,7 +66,8 @@ def require_room(directory: Path, wanted: int) -> None:
 class Segment:
     """A mapping. Views of it keep it alive: it is unmapped when the last one is gone, so a late reader never faults."""
 
-    def __init__(self, path: Path, data_bytes: int, descriptor: int) -> None:
+    def __init__(self, path: Path, data_bytes: int, descriptor: int, huge: bool = False) -> None:
+        """``huge``: ask for huge pages; without effect where there are none."""
         self.path = path
         self.data_bytes = data_bytes
         start = data_offset(data_bytes)
@@ -59,18 +75,20 @@ class Segment:
         self.generations = memoryview(mapped)[:start].cast("Q")
         self.data: Array = np.frombuffer(mapped, np.uint8, data_bytes, start)
         self.arrow: pa.Buffer = pa.py_buffer(memoryview(mapped).toreadonly()[start:])
+        self._advise = _adviser(self.data)
+        self.huge = huge and self._advise(0, data_bytes, _MADV_HUGEPAGE)
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
     @classmethod
-    def create(cls, path: Path, data_bytes: int) -> Segment:
+    def create(cls, path: Path, data_bytes: int, huge: bool = False) -> Segment:
         """Make the file with all its blocks allocated: a full file system must show here, not as SIGBUS in a copy. Raises ConfigError."""
         total = data_offset(data_bytes) + data_bytes
         require_room(path.parent, total)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, total)
-            return cls(path, data_bytes, descriptor)
+            return cls(path, data_bytes, descriptor, huge)
         except OSError as error:
             path.unlink()
             if error.errno == errno.ENOSPC:
@@ -89,7 +107,7 @@ class Segment:
         try:
             if os.fstat(descriptor).st_size < data_offset(data_bytes) + data_bytes:
                 raise StoreError(f"the arena's segment {path} is shorter than its service says")
-            return cls(path, data_bytes, descriptor)
+            return cls(path, data_bytes, descriptor, huge_pages_allowed())
         finally:
             os.close(descriptor)
 
@@ -100,9 +118,8 @@ class Segment:
     def prefault(self, threads: int) -> None:
         """Fault all pages in, in the background: the first touch of fresh shared memory costs ten copies."""
         parts = [range(i * _STEP, self.data_bytes, threads * _STEP) for i in range(threads)]
-        populate = _populator(self.data)
         for part in parts:
-            thread = threading.Thread(target=_prefault, args=(part, self.data, populate, self._stop), name="hicache-prefault", daemon=True)
+            thread = threading.Thread(target=self._prefault, args=(part,), name="hicache-prefault", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -110,28 +127,55 @@ class Segment:
         for thread in self._threads:
             thread.join()  # bounded: a fixed amount of work
 
+    def huge_bytes(self) -> int:
+        """Bytes of this mapping that huge pages back, as far as the system says; 0 where none were asked for: looking takes a while."""
+        if not self.huge:
+            return 0
+        start = self.data.ctypes.data
+        try:
+            with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+                return _huge_in(lines, start)
+        except OSError:
+            return 0
+
     def close(self) -> None:
         """Stop prefaulting. The memory goes with the last view of it."""
         self._stop.set()
         self.wait_prefaulted()
 
+    def _prefault(self, starts: range) -> None:
+        for start in starts:
+            if self._stop.is_set():
+                return
+            count = min(_STEP, self.data_bytes - start)
+            if self.huge:
+                self._advise(start, count, _MADV_COLLAPSE)
+            if not self._advise(start, count, _MADV_POPULATE_WRITE):
+                self.data[start : start + count : mmap.PAGESIZE].max(initial=0)  # older kernels: reading faults pages in too, one by one
 
-def _prefault(starts: range, data: Array, populate: Callable[[int, int], bool], stop: threading.Event) -> None:
-    for start in starts:
-        if stop.is_set():
-            return
-        part = data[start : start + _STEP]
-        if not populate(part.ctypes.data, part.nbytes):
-            part[:: mmap.PAGESIZE].max(initial=0)  # older kernels: reading faults pages in too, one by one
+
+def _huge_in(lines: Iterable[str], address: int) -> int:
+    """Huge bytes of the mapping that contains ``address``, in the format of /proc/PID/smaps."""
+    inside, total = False, 0
+    for line in lines:
+        found = _RANGE.match(line)
+        if found is not None:
+            if inside:
+                break
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith(("ShmemPmdMapped:", "FilePmdMapped:")):
+            total += int(line.split()[1]) << 10
+    return total
 
 
-def _populator(data: Array) -> Callable[[int, int], bool]:
-    """``populate(address, bytes)`` by madvise. Through ctypes, because mmap.madvise keeps the interpreter lock."""
+def _adviser(data: Array) -> Callable[[int, int, int], bool]:
+    """``advise(start, bytes, advice)`` by madvise: did it work? Through ctypes, because mmap.madvise keeps the interpreter lock."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    base = data.ctypes.data
 
-    def populate(address: int, count: int) -> bool:
-        aligned = address // mmap.PAGESIZE * mmap.PAGESIZE
-        return bool(madvise(aligned, count + address - aligned, _MADV_POPULATE_WRITE) == 0)
+    def advise(start: int, count: int, advice: int) -> bool:
+        aligned = (base + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        return bool(madvise(aligned, count + base + start - aligned, advice) == 0)
 
-    return populate
+    return advise

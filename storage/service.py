@@ -17,36 +17,50 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+import numpy as np
+
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import messages, wire
 from hicache_ray.storage.arena import Arena, ArenaAddress, ArenaConfig
-from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.ids import ID_BYTES
+from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.wire import Frame, Kind, Reader, Splitter, WireError
 from hicache_ray.store import StoreStats
 
 log = logging.getLogger("hicache_ray.storage")
 _RECV = 256 << 10
 _JOIN_S = 5.0
+_CLEAR_S = 30.0  # for a clear or a scan to reach what lies behind
 
 
 class ArenaService:
-    """``start`` makes everything, ``close`` removes everything. Both may be called once; close is idempotent."""
+    """``start`` makes everything, ``close`` removes everything. Both may be called once; close is idempotent.
 
-    def __init__(self, config: ArenaConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    ``make_node``: makes what answers, of the arena: ``lambda arena: NodeStore(arena, back, behind)``, say.
+    """
+
+    def __init__(
+        self, config: ArenaConfig, clock: Callable[[], float] = time.monotonic, make_node: Callable[[Arena], NodeStore] = NodeStore
+    ) -> None:
         self.config = config
-        self._clock = clock
-        self._arena: Arena | None = None
+        self._clock, self._make_node = clock, make_node
+        self._node: NodeStore | None = None
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
-        self._lock = threading.Lock()  # guards the index, the records and the table of connections
+        self._lock = threading.Lock()  # guards the table of connections
         self._handlers: dict[int, _Handler] = {}
         self._threads: list[threading.Thread] = []  # of handlers; one lives a moment longer than its entry in the table
-        self._records: dict[bytes, dict[str, str]] = {}
         self._closing = False
+        self._log = Log(clock)
 
     def start(self) -> ArenaService:
         """Raises ConfigError, and leaves nothing behind then."""
-        self._arena = Arena(self.config, self._clock)
+        arena = Arena(self.config, self._clock)
+        try:
+            self._node = self._make_node(arena)
+        except BaseException:
+            arena.close()
+            raise
         try:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind(str(self.config.socket_path))
@@ -59,23 +73,25 @@ class ArenaService:
         return self
 
     @property
-    def arena(self) -> Arena:
-        if self._arena is None:
+    def node(self) -> NodeStore:
+        if self._node is None:
             raise StoreError("the arena's service is not running; call start() first")
-        return self._arena
+        return self._node
+
+    @property
+    def arena(self) -> Arena:
+        return self.node.arena
 
     @property
     def address(self) -> ArenaAddress:
         return self.arena.address
 
     def stats(self) -> StoreStats:
-        with self._lock:
-            return self.arena.index.stats()
+        return self.node.stats()
 
     def check(self) -> None:
         """Raises Inconsistent."""
-        with self._lock:
-            self.arena.index.check()
+        self.node.check()
 
     def close(self) -> None:
         """Hang up on everybody, stop all threads, remove socket and segment."""
@@ -91,9 +107,9 @@ class ArenaService:
                 thread.join(_JOIN_S)
         if self._listener is not None:
             self._listener.close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._node is not None:
+            self._node.close()
+            self._node = None
 
     def __enter__(self) -> ArenaService:
         return self.start()
@@ -104,33 +120,31 @@ class ArenaService:
     # -- connections -------------------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        number = 0
         while not self._closing:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
                 if not self._closing:
-                    log.warning("the arena cannot accept a connection: %s", error)
+                    self.warn("the arena cannot accept a connection: %s", error)
                     time.sleep(0.1)  # out of descriptors, say: do not spin
                 continue
-            number += 1
-            refusal = self._admit(sock, number)
+            refusal = self._admit(sock)
             if refusal is not None:
-                log.warning("connection refused: %s", refusal)
+                self.warn("connection refused: %s", refusal)
                 _answer_and_close(sock, refusal)
 
-    def _admit(self, sock: socket.socket, number: int) -> str | None:
+    def _admit(self, sock: socket.socket) -> str | None:
         """Start a handler; or say why not."""
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             return f"the peer is user {uid}, the arena belongs to {os.geteuid()}"
-        handler = _Handler(self, sock, number)
         with self._lock:
-            if self._closing:
+            if self._closing or self._node is None:
                 return "the arena is closing"
             if len(self._handlers) >= self.config.max_connections:
                 return f"all {self.config.max_connections} connections are taken; see storage.max_connections"
-            self._handlers[number] = handler
+            handler = _Handler(self, sock, self._node.owner())
+            self._handlers[handler.number] = handler
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(handler.thread)
             handler.thread.start()
@@ -140,65 +154,81 @@ class ArenaService:
         """The connection is closed: its reservations are void."""
         with self._lock:
             self._handlers.pop(number, None)
-            if self._arena is not None:
-                self._arena.index.disconnect(number)
+            node = self._node
+        if node is not None:
+            node.disconnect(number)
 
-    # -- messages; the lock is held ----------------------------------------------------------------------------------------------
+    def warn(self, text: str, *values: object) -> None:
+        """A line in the log; of a flood of them, a few and a count."""
+        with self._lock:
+            unsaid = self._log.admit()
+        if unsaid is not None:
+            log.warning(text + (f" (and {unsaid} such lines are left out)" if unsaid else ""), *values)
+
+    # -- messages ----------------------------------------------------------------------------------------------------------------
 
     def answer(self, kind: int, reader: Reader, handler: _Handler) -> bytes:
         """Body of the reply. Raises WireError for a bad body, StoreError for a refusal."""
-        with self._lock:
-            return self._answer(kind, reader, handler, self.arena.index)
-
-    def _answer(self, kind: int, reader: Reader, handler: _Handler, index: ArenaIndex) -> bytes:
+        node = self.node
         if kind == Kind.LOOKUP:
             keys, tags = messages.unpack_lookup(reader)
             reader.end()
-            return messages.pack_answers([index.lookup(keys, tag) for tag in tags], len(keys))
+            return messages.pack_answers(node.lookup(keys, tags, self.config.back_s), len(keys))
         if kind == Kind.RESERVE:
             ids, lengths, seconds = messages.unpack_reserve(reader)
             reader.end()
-            return messages.pack_reservation(index.reserve(ids, lengths, handler.number, seconds))
+            return messages.pack_reservation(node.reserve(ids, lengths, handler.number, seconds))
         if kind == Kind.SEAL:
-            reservation, checksums = messages.unpack_seal(reader)
-            reader.end()
-            return wire.bitset(index.seal(reservation, checksums, handler.number), len(checksums))
+            reservation, sums = messages.unpack_seal(reader)
+            return wire.bitset(node.seal(reservation, sums, handler.number), len(sums))
         if kind == Kind.LEASE:
-            ids, seconds = reader.ids(), messages.seconds(reader)
+            ids, seconds = reader.packed_ids(), messages.seconds(reader)
             reader.end()
-            return messages.pack_lease(index.lease(ids, handler.number, seconds))
+            return messages.pack_lease(node.lease(ids, handler.number, seconds, min(self.config.back_s, seconds / 2)))
         if kind == Kind.RELEASE:
             lease, count = reader.number("Q"), reader.count()
-            index.release(lease, reader.bits(count))
+            node.release(lease, reader.bits(count))
             return b""
         if kind == Kind.DROP:
-            ids = reader.ids()
+            ids = reader.packed_ids()
             reader.end()
-            return wire.bitset(index.drop(ids), len(ids))
-        return self._administer(kind, reader, handler, index)
+            return wire.bitset(node.drop(ids, self.config.back_s), len(ids))
+        return self._administer(kind, reader, handler, node)
 
-    def _administer(self, kind: int, reader: Reader, handler: _Handler, index: ArenaIndex) -> bytes:
+    def _administer(self, kind: int, reader: Reader, handler: _Handler, node: NodeStore) -> bytes:
         if kind == Kind.CLEAR:
-            return wire.number(index.clear(reader.take(reader.number("H"))), "Q")
+            return wire.number(node.clear(reader.take(reader.number("H")), _CLEAR_S), "Q")
         if kind == Kind.SCAN:
-            return handler.scan(reader, index)
+            return handler.scan(reader, node)
         if kind == Kind.DESCRIBE:
-            self._describe(*messages.unpack_record(reader))
+            node.describe(*messages.unpack_record(reader), self.config.back_s)
             return b""
         if kind == Kind.DESCRIBED:
-            return json.dumps({digest.hex(): record for digest, record in self._records.items()}).encode()
+            return json.dumps({digest.hex(): record for digest, record in node.described().items()}).encode()
         if kind == Kind.STATS:
-            return json.dumps(asdict(index.stats())).encode()
+            return json.dumps(asdict(node.stats())).encode()
         if kind == Kind.PING:
             return reader.rest()
         raise WireError(f"{Kind(kind).name} is not a request")
 
-    def _describe(self, digest: bytes, record: dict[str, str]) -> None:
-        records = {**self._records, digest: record}
-        size = sum(2 * len(key) + 8 + len(json.dumps(value)) for key, value in records.items())
-        if size > wire.MAX_RECORDS:
-            raise StoreError(f"the descriptions would take {size} bytes; the store keeps {wire.MAX_RECORDS}")
-        self._records = records
+
+class Log:
+    """Lets ``most`` lines through per ``seconds``."""
+
+    def __init__(self, clock: Callable[[], float], most: int = 20, seconds: float = 10.0) -> None:
+        self._clock, self._most, self._seconds = clock, most, seconds
+        self._since, self._said, self._unsaid = clock(), 0, 0
+
+    def admit(self) -> int | None:
+        """How many lines were left out since the last one that was not; None where this one is left out too."""
+        if self._clock() - self._since >= self._seconds:
+            self._since, self._said = self._clock(), 0
+        if self._said >= self._most:
+            self._unsaid += 1
+            return None
+        self._said += 1
+        unsaid, self._unsaid = self._unsaid, 0
+        return unsaid
 
 
 class _Handler:
@@ -209,17 +239,17 @@ class _Handler:
         self.thread = threading.Thread(target=self._run, name=f"hicache-arena-{number}", daemon=True)
         self._service = service
         self._splitter = Splitter(0)
-        self._scanned: list[bytes] = []  # ids of the scan in progress: as of its first page
+        self._scanned = np.zeros((0, ID_BYTES), np.uint8)  # ids of the scan in progress: as of its first page
 
-    def scan(self, reader: Reader, index: ArenaIndex) -> bytes:
+    def scan(self, reader: Reader, node: NodeStore) -> bytes:
         start, prefix = reader.number(), reader.take(reader.number("H"))
         if start == 0:
-            self._scanned = index.ids(prefix)
+            self._scanned = node.scan(prefix, _CLEAR_S)
         page = self._scanned[start : start + wire.MAX_IDS]
         end = start + len(page)
         if end >= len(self._scanned):
-            self._scanned, end = [], 0
-        return wire.number(end) + wire.ids(page)
+            self._scanned, end = self._scanned[:0].copy(), 0
+        return wire.number(end) + wire.packed_ids(page)
 
     def _run(self) -> None:
         try:
@@ -227,7 +257,7 @@ class _Handler:
             while (frame := self._receive(greeted=True)) is not None:
                 self._serve(frame)
         except WireError as error:
-            log.warning("connection %d is closed: %s", self.number, error)
+            self._service.warn("connection %d is closed: %s", self.number, error)
         except OSError as error:
             log.info("connection %d is lost: %s", self.number, error)
         finally:

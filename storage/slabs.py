@@ -11,11 +11,16 @@ Which objects go when room is short is not decided here: :meth:`SlabMap.coldest`
 
 from __future__ import annotations
 
-import enum
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ray.errors import ConfigError, Inconsistent
+
+Numbers = npt.NDArray[np.int64]
 
 ALIGN = 64  # bytes: no two objects share a cache line
 CLASSES_PER_OCTAVE = 64
@@ -24,61 +29,40 @@ BLOCK = 4096  # bytes: slabs are multiples of it; there is one generation word p
 SHARES_WORD = BLOCK - ALIGN  # bytes: objects up to this long have slots shorter than a block, of which several share a word
 
 
-class State(enum.Enum):
-    RESERVED = "reserved"  # a writer fills it; invisible
-    SEALED = "sealed"  # visible
-    DEAD = "dead"  # dropped while a lease or a writer still uses the bytes; the slot is free when that ends
-
-
-@dataclass(eq=False)
-class Entry:
-    """One object in its slot. ``pins``: open leases on it, plus one while a writer holds it. ``tick``: when it was last used."""
-
-    __slots__ = ("id", "length", "run", "number", "state", "pins", "tick", "checksum", "generation")
-    id: bytes
-    length: int
-    run: Run
-    number: int
-    state: State
-    pins: int
-    tick: int
-    checksum: int
-    generation: int
-
-    @property
-    def offset(self) -> int:
-        """Bytes from the start of the arena's data."""
-        return self.run.offset + self.number * self.run.slot_bytes
-
-
 @dataclass(eq=False)
 class Run:
-    """Adjacent slabs cut into slots of one class. ``tick_sum`` and ``newest`` speak of the entries in it."""
+    """Adjacent slabs cut into ``count`` slots of one class. Slots from ``fresh`` on were never given out; ``back`` are free again."""
 
     start: int
     slabs: int
     slot_bytes: int
     offset: int
-    entries: list[Entry | None]
-    free: list[int]
-    pinned: int = 0
-    tick_sum: int = 0
-    newest: int = 0
+    count: int
+    fresh: int = 0
+    back: array[int] = field(default_factory=lambda: array("i"))
 
     @property
-    def used(self) -> int:
-        return len(self.entries) - len(self.free)
+    def vacant(self) -> int:
+        return self.count - self.fresh + len(self.back)
 
-    @property
-    def mean_tick(self) -> float:
-        return self.tick_sum / self.used
+    def take(self, count: int) -> Numbers:
+        """Offsets, ascending, of at most ``count`` slots: neighbours can be copied as one."""
+        old = min(count, len(self.back))
+        numbers = np.array(self.back[len(self.back) - old :], np.int64)
+        del self.back[len(self.back) - old :]
+        fresh = min(count - old, self.count - self.fresh)
+        numbers = np.concatenate([np.sort(numbers), np.arange(self.fresh, self.fresh + fresh)])
+        self.fresh += fresh
+        return self.offset + numbers * self.slot_bytes
 
 
 class Window(NamedTuple):
-    """Runs whose eviction frees enough adjacent slabs for a class. ``mean_tick``: how recently their objects were used, on average."""
+    """Bytes ``[low, high)``, whole runs, whose eviction frees enough adjacent slabs for a class. ``mean_tick``: how recently their
+    objects were used, on average; -1 where there are none."""
 
     mean_tick: float
-    runs: list[Run]
+    low: int
+    high: int
 
 
 def slot_bytes(length: int) -> int:
@@ -92,101 +76,117 @@ def default_slab_bytes(capacity_bytes: int) -> int:
     return min(max(capacity_bytes // 128 // BLOCK * BLOCK, BLOCK), 1 << 30)
 
 
-@dataclass
 class SlabMap:
-    """Slots of several sizes in one range of bytes. Not thread-safe: its owner locks."""
+    """Slots of several sizes in one range of bytes. Not thread-safe: its owner locks.
 
-    capacity_bytes: int
-    slab_bytes: int
-    free_slabs: int = 0
-    _owner: list[Run | None] = field(default_factory=list)  # per slab
-    _open: dict[int, dict[int, Run]] = field(default_factory=dict)  # class -> start -> run with a free slot
+    Says nothing of which object is in a slot; of a run it counts slots in use, those pinned, and the ticks of their last uses.
+    """
 
-    def __post_init__(self) -> None:
-        if self.slab_bytes < BLOCK or self.slab_bytes % BLOCK:
-            raise ConfigError(f"slab size {self.slab_bytes} must be a multiple of {BLOCK} bytes")
-        if self.capacity_bytes < self.slab_bytes:
-            raise ConfigError(f"storage.size {self.capacity_bytes} is less than one slab of {self.slab_bytes} bytes")
-        self.free_slabs = self.capacity_bytes // self.slab_bytes
-        self._owner = [None] * self.free_slabs
-        self.capacity_bytes = self.free_slabs * self.slab_bytes
+    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+        if slab_bytes < BLOCK or slab_bytes % BLOCK:
+            raise ConfigError(f"slab size {slab_bytes} must be a multiple of {BLOCK} bytes")
+        if capacity_bytes < slab_bytes:
+            raise ConfigError(f"storage.size {capacity_bytes} is less than one slab of {slab_bytes} bytes")
+        self.slab_bytes = slab_bytes
+        self.free_slabs = capacity_bytes // slab_bytes
+        self.capacity_bytes = self.free_slabs * slab_bytes
+        self.runs: dict[int, Run] = {}  # by first slab
+        self._run = np.full(self.free_slabs, -1, np.int64)  # per slab: first slab of its run; -1: free
+        # Per slab, of the run that starts there.
+        self._used, self._pinned, self._ticks, self._newest = np.zeros((4, self.free_slabs), np.int64)
+        self._open: dict[int, dict[int, Run]] = {}  # class -> start -> run with a free slot
 
-    def allocate(self, id: bytes, length: int, size: int, tick: int) -> Entry | None:
-        """Place a reserved entry (one pin) in a free slot of class ``size``; None when there is none and no free slabs are adjacent."""
-        runs = self._open.get(size)
-        run = next(iter(runs.values())) if runs else self._carve(size)
-        if run is None:
-            return None
-        number = run.free.pop()
-        if not run.free:
-            del self._open[size][run.start]
-        entry = Entry(id, length, run, number, State.RESERVED, 1, tick, 0, 0)
-        run.entries[number] = entry
-        run.pinned += 1
-        run.tick_sum += tick
-        run.newest = tick
-        return entry
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept per slab and per free slot."""
+        own = (self._run, self._used, self._pinned, self._ticks, self._newest)
+        return sum(part.nbytes for part in own) + sum(4 * len(run.back) for run in self.runs.values())
 
-    def free(self, entry: Entry) -> None:
-        """Give the slot back. The entry must have no pins."""
-        run = entry.run
-        if entry.pins or run.entries[entry.number] is not entry:
-            raise Inconsistent(f"slot {entry.number} of the run at slab {run.start} is freed while pinned or by a stranger")
-        run.entries[entry.number] = None
-        run.tick_sum -= entry.tick
-        run.free.append(entry.number)
-        self._open.setdefault(run.slot_bytes, {})[run.start] = run
-        if not run.used:
-            self._dissolve(run)
+    def take(self, size: int, count: int, tick: int) -> Numbers:
+        """Offsets of at most ``count`` free slots of class ``size``, in use and pinned from now on; fewer where room is short."""
+        parts = []
+        while count:
+            runs = self._open.get(size)
+            run = next(iter(runs.values())) if runs else self._carve(size)
+            if run is None:
+                break
+            part = run.take(count)
+            if not run.vacant:
+                self._shut(run)
+            got = len(part)
+            self._used[run.start] += got
+            self._pinned[run.start] += got
+            self._ticks[run.start] += got * tick
+            self._newest[run.start] = max(int(self._newest[run.start]), tick)
+            parts.append(part)
+            count -= got
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
-    def touch(self, entry: Entry, tick: int) -> None:
-        """``tick`` grows with every use."""
-        entry.run.tick_sum += tick - entry.tick
-        entry.run.newest = entry.tick = tick
+    def give(self, offsets: Numbers, ticks: Numbers) -> None:
+        """Slots that are not pinned are free again. ``ticks``: of their last uses."""
+        runs = self._runs_of(offsets)
+        np.subtract.at(self._ticks, runs, ticks)
+        starts = dict.fromkeys(runs.tolist())
+        for start in starts:
+            run = self.runs[start]
+            mine = offsets if len(starts) == 1 else offsets[runs == start]
+            run.back.frombytes(((mine - run.offset) // run.slot_bytes).astype(np.int32).tobytes())
+            self._open.setdefault(run.slot_bytes, {})[start] = run
+            self._used[start] -= len(mine)
+            if self._used[start] < self._pinned[start]:
+                raise Inconsistent(f"a slot of the run at slab {start} is freed while pinned")
+            if not self._used[start]:
+                self._dissolve(run)
 
-    def pin(self, entry: Entry) -> None:
-        entry.run.pinned += entry.pins == 0
-        entry.pins += 1
+    def touch(self, offsets: Numbers, before: Numbers, now: Numbers) -> None:
+        """Each slot, once, was used at tick ``now``, and at ``before`` until then. Ticks grow with every use."""
+        runs = self._runs_of(offsets)
+        np.add.at(self._ticks, runs, now - before)
+        self._newest[runs] = now.max(initial=0)  # of the call, not of each run: nobody asks for ticks within a call
 
-    def unpin(self, entry: Entry) -> None:
-        entry.pins -= 1
-        entry.run.pinned -= entry.pins == 0
+    def pin(self, offsets: Numbers) -> None:
+        """Slots that nobody had pinned."""
+        np.add.at(self._pinned, self._runs_of(offsets), 1)
+
+    def unpin(self, offsets: Numbers) -> None:
+        """Slots that nobody has pinned any more."""
+        np.subtract.at(self._pinned, self._runs_of(offsets), 1)
 
     def coldest(self, size: int, before: int) -> Window | None:
         """The cheapest runs to empty so that class ``size`` gets a run: no pins in them, no use at tick ``before`` or later."""
         preferred, least = self._run_slabs(size)
         return self._coldest(preferred, before) or (self._coldest(least, before) if least < preferred else None)
 
-    def entries(self) -> list[Entry]:
-        """Every entry, dead ones too."""
-        return [entry for run in self._runs() for entry in run.entries if entry is not None]
-
-    def check(self) -> None:
-        """Runs tile the slabs they claim; free lists and counters agree with the entries. Raises Inconsistent."""
-        for run in self._runs():
-            held = [entry for entry in run.entries if entry is not None]
-            where = f"run at slab {run.start}"
-            require(self._owner[run.start : run.start + run.slabs] == [run] * run.slabs, f"{where} does not own its slabs")
-            require(len(run.entries) * run.slot_bytes <= run.slabs * self.slab_bytes, f"{where} is overfull")
-            require(bool(held), f"{where} is empty but not dissolved")
-            require(sorted(run.free) == [i for i, e in enumerate(run.entries) if e is None], f"{where}: free list is wrong")
-            require(all(e.run is run and run.entries[e.number] is e for e in held), f"{where}: an entry points elsewhere")
-            require(all(e.length <= run.slot_bytes for e in held), f"{where}: an object is longer than its slot")
-            require(run.pinned == sum(e.pins > 0 for e in held), f"{where}: pinned count is wrong")
-            require(run.tick_sum == sum(e.tick for e in held), f"{where}: tick sum is wrong")
-            require(run.newest >= max(e.tick for e in held), f"{where}: newest is wrong")
-            require((run.start in self._open.get(run.slot_bytes, {})) == bool(run.free), f"{where}: open list is wrong")
-        require(self.free_slabs == self._owner.count(None), "free slab count is wrong")
+    def check(self, offsets: Numbers, pinned: npt.NDArray[np.bool_], ticks: Numbers) -> None:
+        """Runs tile the slabs they claim; counters and free slots agree with the slots in use, which the caller names (``pinned`` as
+        flags). Raises Inconsistent."""
+        owner = self._runs_of(offsets)
+        require(bool((owner >= 0).all()), "an object lies in a free slab")
+        for run in self.runs.values():
+            mine, where = owner == run.start, f"run at slab {run.start}"
+            numbers = (offsets[mine] - run.offset) // run.slot_bytes
+            require(bool((self._run[run.start : run.start + run.slabs] == run.start).all()), f"{where} does not own its slabs")
+            require(run.count * run.slot_bytes <= run.slabs * self.slab_bytes, f"{where} is overfull")
+            require(len(numbers) > 0, f"{where} is empty but not dissolved")
+            require(bool((run.offset + numbers * run.slot_bytes == offsets[mine]).all()), f"{where}: an object is not at a slot")
+            require(sorted([*numbers.tolist(), *run.back]) == list(range(run.fresh)), f"{where}: free slots are wrong")
+            require(self._used[run.start] == len(numbers), f"{where}: used count is wrong")
+            require(self._pinned[run.start] == pinned[mine].sum(), f"{where}: pinned count is wrong")
+            require(self._ticks[run.start] == ticks[mine].sum(), f"{where}: tick sum is wrong")
+            require(self._newest[run.start] >= ticks[mine].max(), f"{where}: newest is wrong")
+            require((run.start in self._open.get(run.slot_bytes, {})) == bool(run.vacant), f"{where}: open list is wrong")
+        require(set(np.unique(self._run).tolist()) - {-1} == self.runs.keys(), "a slab belongs to no run")
+        require(self.free_slabs == int((self._run < 0).sum()), "free slab count is wrong")
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _runs(self) -> list[Run]:
-        return [run for slab, run in enumerate(self._owner) if run is not None and run.start == slab]
+    def _runs_of(self, offsets: Numbers) -> Numbers:
+        return self._run[offsets // self.slab_bytes]
 
     def _run_slabs(self, size: int) -> tuple[int, int]:
         """(slabs of a run that wastes little, slabs of the smallest run) for slots of ``size`` bytes."""
         least = -(-size // self.slab_bytes)
-        for slabs in range(least, min(least + MAX_WASTE + 1, len(self._owner)) + 1):
+        for slabs in range(least, min(least + MAX_WASTE + 1, len(self._run)) + 1):
             total = slabs * self.slab_bytes
             if total % size * MAX_WASTE <= total:
                 return slabs, least
@@ -197,9 +197,9 @@ class SlabMap:
         for slabs in (preferred, least):
             start = self._gap(slabs)
             if start is not None:
-                count = slabs * self.slab_bytes // size
-                run = Run(start, slabs, size, start * self.slab_bytes, [None] * count, list(range(count - 1, -1, -1)))
-                self._owner[start : start + slabs] = [run] * slabs
+                run = Run(start, slabs, size, start * self.slab_bytes, slabs * self.slab_bytes // size)
+                self._run[start : start + slabs] = start
+                self.runs[start] = run
                 self.free_slabs -= slabs
                 self._open.setdefault(size, {})[start] = run
                 return run
@@ -209,45 +209,42 @@ class SlabMap:
         """First of ``slabs`` adjacent free slabs."""
         if self.free_slabs < slabs:
             return None
-        length = 0
-        for slab, run in enumerate(self._owner):
-            length = length + 1 if run is None else 0
-            if length == slabs:
-                return slab - slabs + 1
-        return None
+        taken = np.concatenate([[0], np.cumsum(self._run >= 0)])
+        fits = taken[slabs:] == taken[:-slabs]
+        first = int(fits.argmax())
+        return first if fits[first] else None
 
     def _dissolve(self, run: Run) -> None:
-        self._owner[run.start : run.start + run.slabs] = [None] * run.slabs
+        self._run[run.start : run.start + run.slabs] = -1
+        self._newest[run.start] = 0
         self.free_slabs += run.slabs
+        del self.runs[run.start]
+        self._shut(run)
+
+    def _shut(self, run: Run) -> None:
+        """The run has no slot to give."""
         del self._open[run.slot_bytes][run.start]
         if not self._open[run.slot_bytes]:
             del self._open[run.slot_bytes]
 
     def _coldest(self, slabs: int, before: int) -> Window | None:
-        best: Window | None = None
-        for start in range(len(self._owner) - slabs + 1):
-            run = self._owner[start]
-            if run is not None and start > run.start:
-                continue  # a window that starts inside a run costs as much as one that starts with it
-            window = self._window(start, slabs, before)
-            if window is not None and (best is None or window.mean_tick < best.mean_tick):
-                best = window
-        return best
-
-    def _window(self, start: int, slabs: int, before: int) -> Window | None:
-        runs: list[Run] = []
-        slab = start
-        while slab < start + slabs:
-            run = self._owner[slab]
-            if run is None:
-                slab += 1
-                continue
-            if run.pinned or run.newest >= before:
-                return None
-            runs.append(run)
-            slab = run.start + run.slabs
-        used = sum(run.used for run in runs)
-        return Window(sum(run.tick_sum for run in runs) / used if used else -1.0, runs)
+        """Windows start with a run or a free slab: one that starts inside a run costs as much. They end with the run they cut into."""
+        everywhere = np.arange(len(self._run))
+        first = (self._run < 0) | (self._run == everywhere)
+        part = np.cumsum(first) - 1  # per slab: which run or free slab, in order
+        starts = everywhere[first]
+        barred = (self._pinned[starts] > 0) | (self._newest[starts] >= before)
+        sums = np.concatenate([np.zeros((3, 1), np.int64), np.cumsum([barred, self._ticks[starts], self._used[starts]], axis=1)], axis=1)
+        left = np.flatnonzero(starts + slabs <= len(self._run))
+        right = part[starts[left] + slabs - 1] + 1
+        stops, ticks, used = sums[:, right] - sums[:, left]
+        left, right, ticks, used = (values[stops == 0] for values in (left, right, ticks, used))
+        if not len(left):
+            return None
+        means = np.where(used > 0, ticks / np.maximum(used, 1), -1.0)
+        best = int(means.argmin())
+        ends = np.append(starts, len(self._run))
+        return Window(float(means[best]), int(starts[left[best]]) * self.slab_bytes, int(ends[right[best]]) * self.slab_bytes)
 
 
 def require(holds: bool, what: str) -> None:

@@ -12,6 +12,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.ids import ID_BYTES
 
@@ -130,6 +133,21 @@ class Reader:
     def ids(self) -> list[bytes]:
         return self.blobs(ID_BYTES, self.count())
 
+    def packed(self, size: int, count: int) -> npt.NDArray[np.uint8]:
+        """(count, size) uint8, without a copy."""
+        return np.frombuffer(self.take(size * count), np.uint8).reshape(count, size)
+
+    def packed_ids(self) -> npt.NDArray[np.uint8]:
+        return self.packed(ID_BYTES, self.count())
+
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
+        return np.frombuffer(self.take(8 * count), "<u8")
+
+    def flags(self, count: int) -> npt.NDArray[np.bool_]:
+        """A bitset as an array."""
+        raw = np.frombuffer(self.take((count + 7) // 8), np.uint8)
+        return np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)
+
     def bits(self, count: int) -> int:
         return int.from_bytes(self.take((count + 7) // 8), "little")
 
@@ -163,3 +181,13 @@ def bitset(value: int, count: int) -> bytes:
 
 def ids(values: Sequence[bytes]) -> bytes:
     return number(len(values)) + b"".join(values)
+
+
+def packed_ids(values: Sequence[bytes] | npt.NDArray[np.uint8]) -> bytes:
+    """The same for ids that may be an (n, 64) array."""
+    return number(len(values)) + (values.tobytes() if isinstance(values, np.ndarray) else b"".join(values))
+
+
+def flags(values: npt.NDArray[np.bool_]) -> bytes:
+    """A bitset of whole bytes."""
+    return np.packbits(values, bitorder="little").tobytes()

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, LocalStore, MemoryStore, NodeStore
+from hicache_ray.storage.arena import Arena
 from hicache_ray.store import KEY_BYTES, SPACE_BYTES, TAG_BYTES, Store
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
@@ -18,13 +19,21 @@ from tests.storage.services import Process
 ALL = (1 << PAGES) - 1
 
 
-@pytest.fixture(params=["memory", "wrapped", "thread", "process"])
+@pytest.fixture(params=["memory", "wrapped", "local", "thread", "process"])
 def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: None) -> Iterator[Store]:
     """Room for PAGES pages."""
     if request.param in ("memory", "wrapped"):
         memory = MemoryStore(PAGES * PAGE)
         yield memory if request.param == "memory" else FaultyStore(CountingStore(memory))
         memory.check()
+        return
+    if request.param == "local":
+        node = NodeStore(Arena(config))
+        local = LocalStore(node)
+        yield local
+        node.check()
+        local.close()
+        node.close()
         return
     service = ArenaService(config).start() if request.param == "thread" else Process(config)
     client = ArenaClient(service.address)

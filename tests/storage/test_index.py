@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_ray.storage.descriptors import Loan, Outcome
-from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.index import ArenaIndex, Limits
 from hicache_ray.storage.slabs import BLOCK, SlabMap
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import TAG, key, name
@@ -16,7 +16,7 @@ ME, OTHER = 1, 2
 @pytest.fixture
 def index(clock: FakeClock) -> ArenaIndex:
     """Room for eight objects of BLOCK bytes."""
-    return ArenaIndex(SlabMap(8 * BLOCK, BLOCK), [0] * 8, clock, lease_s=10.0, hold_s=30.0)
+    return ArenaIndex(SlabMap(8 * BLOCK, BLOCK), [0] * 8, clock, Limits(10.0, 30.0))
 
 
 def fill(index: ArenaIndex, *numbers: int, size: int = BLOCK) -> int:
@@ -183,5 +183,5 @@ def test_old_claims_do_not_pile_up(index: ArenaIndex) -> None:
     fill(index, 1)
     for _ in range(10_000):
         index.release(index.lease([name(1)], ME, 5.0).id, 0)
-    assert len(index._deadlines) < 2000
+    assert len(index.claims) < 2000
     index.check()

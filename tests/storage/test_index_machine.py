@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hicache_ray.storage import bits
 from hicache_ray.storage.descriptors import Outcome
-from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.index import ArenaIndex, Limits
 from hicache_ray.storage.slabs import BLOCK, SlabMap, slot_bytes
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import TAG, key, name
@@ -60,7 +60,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeClock()
-        self.index = ArenaIndex(SlabMap(SLABS * BLOCK, BLOCK), [0] * SLABS, self.clock, lease_s=10.0, hold_s=10.0)
+        self.index = ArenaIndex(SlabMap(SLABS * BLOCK, BLOCK), [0] * SLABS, self.clock, Limits(10.0, 10.0))
         self.twin = Twin()
 
     @rule(numbers=NUMBERS, size=st.sampled_from(SIZES), owner=st.integers(0, 1), seconds=st.sampled_from([1.0, 5.0, 100.0]))
@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
         if places:
             self.twin.writers[reservation.id] = places
         kept = {number for number, grant in zip(numbers, reservation.grants, strict=True) if grant.outcome is Outcome.EXISTS}
-        evicted = {number for number in before if name(number) not in self.index.sealed}
+        evicted = {number for number in before if name(number) not in self.index}
         assert not evicted & (kept | leased)
         for number in evicted:
             del self.twin.visible[number]
@@ -87,7 +87,7 @@ class IndexMachine(RuleBasedStateMachine):
         id = data.draw(st.sampled_from(sorted(self.twin.writers)))
         places = self.twin.writers.pop(id)
         checksums = data.draw(st.lists(st.none() | st.integers(0, 9), min_size=len(places), max_size=len(places)))
-        owner = self.index._holds[id].owner
+        owner = self.index.claims.holds[id].owner
         assert self.index.seal(id, checksums, 1 - owner) == 0
         good = [checksum is not None and not place.revoked for place, checksum in zip(places, checksums, strict=True)]
         assert self.index.seal(id, checksums, owner) == bits.pack(good)
@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(owner=st.integers(0, 1))
     def disconnect(self, owner: int) -> None:
-        for id in [id for id in self.twin.writers if self.index._holds[id].owner == owner]:
+        for id in [id for id in self.twin.writers if self.index.claims.holds[id].owner == owner]:
             del self.twin.writers[id]
         self.index.disconnect(owner)
 

@@ -1,0 +1,252 @@
+"""What the storage process of a node holds and answers: the arena, the records, and what lies behind them. No sockets.
+
+    back     a slower store of the same objects (a disk), or None: what the arena lacks is fetched from it
+    behind   told of what became visible, and of what must go: it writes to ``back`` in its own time
+
+Calls are in descriptors: places in memory, not bytes. Who reserves and leases has an ``owner`` number, from :meth:`NodeStore.owner`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.errors import StoreClosed, StoreError
+from hicache_ray.storage import bits, wire
+from hicache_ray.storage.arena import Arena
+from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
+from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.table import Ids, packed, unpacked
+from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
+
+TENANT = "tenant"  # the field of a namespace's record that says whose it is
+_PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
+
+
+class Behind(Protocol):
+    """Writes what became visible to the store behind. Its calls return at once, raise nothing, and never call the node."""
+
+    def on_sealed(self, ids: Sequence[bytes]) -> None:
+        """These objects became visible. Their bytes are there for as long as a lease finds them."""
+        ...
+
+    def on_removed(self, ids: Sequence[bytes]) -> None:
+        """These must not be written any more, should they be waiting."""
+        ...
+
+    def on_cleared(self, prefix: bytes) -> None:
+        """The same for all that begin with this."""
+        ...
+
+
+class NodeStore:
+    """Thread-safe. One lock, held for the arithmetic of a call and never while bytes move or ``back`` is asked."""
+
+    def __init__(self, arena: Arena, back: Store | None = None, behind: Behind | None = None) -> None:
+        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's."""
+        self.arena, self.back = arena, back
+        self.behind = behind
+        self._lock = threading.Lock()  # guards the index and the records
+        self._records: dict[bytes, dict[str, str]] = {}
+        self._record_bytes = 0
+        self._owners = itertools.count(1)
+        self._fence = 0  # grows with every removal: a promotion that began before one is void
+        self._closed = False
+        if back is not None:
+            for digest, record in back.described(10.0).items():
+                self._keep(digest, dict(record))
+
+    def owner(self) -> int:
+        """A number for one connection, or one caller in this process. End it with :meth:`disconnect`."""
+        return next(self._owners)
+
+    def disconnect(self, owner: int) -> None:
+        """Its open reservations are void. Its leases run out."""
+        with self._lock:
+            if not self._closed:
+                self.arena.index.disconnect(owner)
+
+    # -- objects -----------------------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Ids, tags: Sequence[bytes], timeout_s: float) -> list[Answer]:
+        """One answer per tag. A hit is here or behind. Raises StoreError."""
+        with self._index() as index:
+            answers = [index.lookup(keys, tag) for tag in tags]
+        everything = (1 << len(keys)) - 1
+        if self.back is None or not tags or all(answer.hit == everything for answer in answers):
+            return answers
+        try:
+            found = self.back.lookup(keys if not isinstance(keys, np.ndarray) else unpacked(keys), tags, timeout_s)
+        except StoreError:  # nobody can say now what is behind; what is here is here
+            return [replace(answer, retry=everything & ~answer.hit & ~answer.pending) for answer in answers]
+        return [_union(answer, found[tag]) for answer, tag in zip(answers, tags, strict=True)]
+
+    def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
+        """As :meth:`ArenaIndex.reserve`."""
+        with self._index() as index:
+            return index.reserve(ids, lengths, owner, seconds)
+
+    def seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int) -> int:
+        """As :meth:`ArenaIndex.seal`; what became visible is told to ``behind``."""
+        return self._seal(reservation, checksums, owner, tell=True)
+
+    def lease(self, ids: Ids, owner: int, seconds: float, timeout_s: float) -> Lease:
+        """As :meth:`ArenaIndex.lease`; what is not here is fetched from behind first, as far as that is done within ``timeout_s``."""
+        if self.back is not None:
+            self._promote(packed(ids), owner, timeout_s)
+        with self._index() as index:
+            return index.lease(ids, owner, seconds)
+
+    def release(self, lease: int, bad: int) -> None:
+        """As :meth:`ArenaIndex.release`."""
+        with self._index() as index:
+            index.release(lease, bad)
+
+    # -- removing ----------------------------------------------------------------------------------------------------------------
+
+    def drop(self, ids: Ids, timeout_s: float) -> int:
+        """Bitset of those that existed, here or behind."""
+        names = unpacked(ids) if isinstance(ids, np.ndarray) else list(ids)
+        with self._index() as index:
+            self._fence += 1
+            existed = index.drop(ids)
+        if self.behind is not None:
+            self.behind.on_removed(names)
+        return existed if self.back is None else existed | self.back.drop(names, timeout_s)
+
+    def clear(self, prefix: bytes, timeout_s: float) -> int:
+        """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both."""
+        seen = set[bytes]() if self.back is None else set(self.back.scan(prefix, timeout_s))
+        with self._index() as index:
+            self._fence += 1
+            seen.update(index.ids(prefix) if self.back is not None else ())
+            count = index.clear(prefix)
+        if self.behind is not None:
+            self.behind.on_cleared(prefix)
+        if self.back is None:
+            return count
+        self.back.clear(timeout_s, prefix)
+        return len(seen)
+
+    def scan(self, prefix: bytes, timeout_s: float) -> npt.NDArray[np.uint8]:
+        """(n, 64) ids of the visible objects, here and behind, as of the call."""
+        with self._index() as index:
+            here = index.packed_ids(prefix)
+        if self.back is None:
+            return here
+        return packed(sorted({*unpacked(here), *self.back.scan(prefix, timeout_s)}))
+
+    # -- administration ----------------------------------------------------------------------------------------------------------
+
+    def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
+        """Keep a record; that of a namespace says whose its space is. Raises StoreError where the records would be too many."""
+        with self._index():
+            self._keep(digest, dict(record))
+        if self.back is not None:
+            self.back.describe(digest, record, timeout_s)
+
+    def described(self) -> dict[bytes, dict[str, str]]:
+        with self._index():
+            return dict(self._records)
+
+    def stats(self) -> StoreStats:
+        with self._index() as index:
+            stats = index.stats()
+        return replace(stats, huge_bytes=self.arena.segment.huge_bytes())
+
+    def check(self) -> None:
+        """Raises Inconsistent."""
+        with self._index() as index:
+            index.check()
+
+    def close(self) -> None:
+        """Idempotent. Removes the arena's files."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self.arena.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _index(self) -> Iterator[ArenaIndex]:
+        with self._lock:
+            if self._closed:
+                raise StoreClosed("the store of this node is closed")
+            yield self.arena.index
+
+    def _keep(self, digest: bytes, record: dict[str, str]) -> None:
+        size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
+        if self._record_bytes + size > wire.MAX_RECORDS:
+            raise StoreError(f"the descriptions would take {self._record_bytes + size} bytes; the store keeps {wire.MAX_RECORDS}")
+        self._records[digest] = record
+        self._record_bytes += size
+        if TENANT in record and len(digest) >= SPACE_BYTES:
+            self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
+
+    def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
+        told: list[bytes] = []
+        with self._index() as index:
+            names = index.reserved_ids(reservation) if tell and self.behind is not None else []
+            sealed = index.seal(reservation, checksums, owner)
+            told = [names[i] for i in bits.each(sealed)] if names else []
+        if told and self.behind is not None:
+            self.behind.on_sealed(told)
+        return sealed
+
+    def _promote(self, ids: npt.NDArray[np.uint8], owner: int, timeout_s: float) -> None:
+        """Bring what is only behind into the arena, without the lock and within the deadline. Whatever fails is a miss."""
+        assert self.back is not None
+        with self._index() as index:
+            names = list(dict.fromkeys(unpacked(ids[~index.known(ids)])))
+            fence = self._fence
+        until = time.monotonic() + timeout_s
+        for start in range(0, len(names), _PROMOTED):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            try:
+                with self.back.lease(names[start : start + _PROMOTED], left) as lent:
+                    self._bring(names[start : start + _PROMOTED], lent, owner, fence)
+            except StoreError:
+                return
+
+    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int) -> None:
+        found = [(name, as_array(view)) for name, view in zip(names, lent.views, strict=True) if view is not None]
+        if not found:
+            return
+        reservation = self.reserve([name for name, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
+        sums: list[int | None] = []
+        for (_, data), (outcome, offset) in zip(found, reservation.grants, strict=True):
+            if outcome is Outcome.GRANTED:
+                target = self.arena.segment.data[offset : offset + data.nbytes]
+                target[:] = data
+                sums.append(checksum(data))
+        valid = {name for i, name in enumerate(names) if lent.valid() >> i & 1}
+        granted = [name for (name, _), (outcome, _) in zip(found, reservation.grants, strict=True) if outcome is Outcome.GRANTED]
+        kept = [value if name in valid else None for name, value in zip(granted, sums, strict=True)]
+        with self._index() as index:
+            index.seal(reservation.id, kept if fence == self._fence else [None] * len(kept), owner)
+
+
+def _union(here: Answer, behind: Answer) -> Answer:
+    hit = here.hit | behind.hit
+    pending = (here.pending | behind.pending) & ~hit
+    return Answer(hit=hit, pending=pending, retry=behind.retry & ~hit & ~pending)
+
+
+def _record_bytes(digest: bytes, record: Mapping[str, str]) -> int:
+    """Of one record in the JSON that travels."""
+    return 2 * len(digest) + 8 + len(json.dumps(dict(record)))
+
+

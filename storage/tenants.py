@@ -1,0 +1,88 @@
+"""Bytes by tenant. An id begins with its space; a space belongs to a tenant, which its namespace's record names.
+
+A space that nobody described belongs to the tenant "" (number 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ray.store import SPACE_BYTES
+
+
+@dataclass
+class Usage:
+    """``bytes``: of everything that occupies a slot; ``objects``: visible ones; ``refused``: over the cap; ``cap`` 0: none."""
+
+    bytes: int = 0
+    objects: int = 0
+    refused: int = 0
+    evictions: int = 0
+    cap: int = 0
+
+
+class Tenants:
+    """``caps``: most bytes of a tenant, all its spaces together."""
+
+    def __init__(self, caps: Mapping[str, int] | None = None) -> None:
+        self.caps = dict(caps or {})
+        self.names: list[str] = []
+        self.usage: list[Usage] = []
+        self._spaces: dict[int, int] = {}
+        self.number("")
+
+    def number(self, name: str) -> int:
+        """Of a tenant; counted from its first mention."""
+        if name not in self.names:
+            self.names.append(name)
+            self.usage.append(Usage(cap=self.caps.get(name, 0)))
+        return self.names.index(name)
+
+    def assign(self, space: bytes, name: str) -> int:
+        """The space belongs to this tenant from now on; the tenant's number. What it holds already is the caller's to move."""
+        number = self.number(name)
+        self._spaces[_word(space)] = number
+        return number
+
+    def of(self, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+        """(n,) numbers of the tenants of (n, width) ids."""
+        spaces = np.ascontiguousarray(ids[:, :SPACE_BYTES]).view(np.uint64)[:, 0]
+        if not len(spaces) or not self._spaces or (spaces == spaces[0]).all():
+            number = self._spaces.get(int(spaces[0]), 0) if len(spaces) else 0
+            return np.full(len(spaces), number, np.int64)
+        kinds, inverse = np.unique(spaces, return_inverse=True)
+        return np.array([self._spaces.get(space, 0) for space in kinds.tolist()], np.int64)[inverse]
+
+    def count(self, tenants: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], sign: int) -> None:
+        """Add (+1) or take away (-1) the bytes of objects."""
+        for number, part in grouped(tenants):
+            self.usage[number].bytes += sign * int(lengths[part].sum())
+
+    def count_objects(self, tenants: npt.NDArray[np.int64], sign: int) -> None:
+        for number, part in grouped(tenants):
+            self.usage[number].objects += sign * (len(tenants) if part is Ellipsis else len(part))
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Usage by name; empty where nobody named a tenant."""
+        if not self.caps and len(self.names) == 1:
+            return {}
+        return {name: asdict(usage) for name, usage in zip(self.names, self.usage, strict=True)}
+
+
+def grouped(numbers: npt.NDArray[np.int64]) -> list[tuple[int, Any]]:
+    """(number, where it stands) for each number, in order of the first place; ``...`` where it stands everywhere."""
+    if not len(numbers):
+        return []
+    first = int(numbers[0])
+    if (numbers == first).all():
+        return [(first, ...)]
+    return [(number, np.flatnonzero(numbers == number)) for number in dict.fromkeys(numbers.tolist())]
+
+
+def _word(space: bytes) -> int:
+    return int(np.frombuffer(space[:SPACE_BYTES].ljust(SPACE_BYTES, b"\0"), np.uint64)[0])
