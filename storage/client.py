@@ -9,19 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from hicache_ray.errors import StoreError
-from hicache_ray.storage import bits, messages, replies, wire
+from hicache_ray.storage import bits, messages, wire
 from hicache_ray.storage.addresses import Views, views_of
 from hicache_ray.storage.arena import ArenaAddress
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
+from hicache_ray.storage.descriptors import Outcome
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
 from hicache_ray.storage.movers import Batch
+from hicache_ray.storage.places import require_inside, unchanged
 from hicache_ray.storage.session import ClientConfig, Session
 from hicache_ray.storage.wire import MAX_IDS, Kind
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 _MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
+_GRANTED, _EXISTS = int(Outcome.GRANTED), int(Outcome.EXISTS)  # comparing an array with the enum costs more than the comparison
 _RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
 
 
@@ -155,40 +158,45 @@ class ArenaClient:
     def _put(self, connection: Connection, ids: Sequence[bytes], sources: Views, deadline: Deadline) -> int:
         """Reserve, copy, seal; returns the bitset of the ids that are visible then."""
         memory, asked = connection.mapped, self._clock()
-        ask = messages.pack_reserve(ids, sources.sizes.tolist(), deadline.left() + _MARGIN_S)
-        reservation = replies.unpack_granted(connection.call(Kind.RESERVE, ask, deadline), sources.sizes, memory)
-        visible, granted = reservation.exists, reservation.granted
+        ask = messages.pack_reserve(ids, sources.sizes.view(np.uint64), deadline.left() + _MARGIN_S)
+        reservation = messages.unpack_reservation(connection.call(Kind.RESERVE, ask, deadline), len(ids))
+        visible, granted = reservation.outcomes == _EXISTS, np.flatnonzero(reservation.outcomes == _GRANTED)
         if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
+            offsets, sizes = reservation.offsets[granted], sources.sizes[granted]
+            require_inside(offsets, sizes.view(np.uint64), memory)
+            targets = memory.arrow.address + offsets.view(np.int64)
             # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-            targets = memory.arrow.address + reservation.offsets
-            batch = Batch(sources.addresses[granted], targets, sources.sizes[granted], of_source=True, stream=True)
-            summed = self._copier.run(batch, lambda: deadline.passed() or held.passed())
-            sealed = connection.call(Kind.SEAL, replies.pack_sealed(reservation.id, summed), deadline).bits(len(granted))
-            visible[granted] = replies.flags_of(sealed, len(granted))
-        return replies.bits_of(visible)
+            batch = Batch(sources.addresses[granted], targets, sizes, of_source=True, stream=True)
+            sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+            sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline)
+            visible[granted] = sealed.flags(len(granted))
+        return bits.packed(visible)
 
     def _get(self, connection: Connection, ids: Sequence[bytes], targets: Views, deadline: Deadline) -> int:
         """Lease, copy, verify, release. What the deadline cut off is a miss; so is everything once the lease has run out."""
         memory, asked = connection.mapped, self._clock()
         ask = wire.ids(ids) + wire.real(deadline.left() + _MARGIN_S)
-        lease = replies.unpack_leased(connection.call(Kind.LEASE, ask, deadline), len(ids), memory)
+        lease = messages.unpack_lease(connection.call(Kind.LEASE, ask, deadline), len(ids))
         held = Deadline(self._clock, asked + lease.seconds)
-        fit = np.flatnonzero(lease.lengths == targets.sizes[lease.hits])
-        sources, into = memory.arrow.address + lease.offsets[fit], targets.addresses[lease.hits[fit]]
-        summed = self._copier.run(Batch(sources, into, lease.lengths[fit], stream=True), lambda: deadline.passed() or held.passed())
-        read = summed.done & replies.unchanged(lease, memory)[fit]
-        right = summed.checksums == lease.checksums[fit]
+        require_inside(lease.offsets, lease.lengths, memory)
+        which, lengths = lease.which, lease.lengths.astype(np.int64)
+        fit = np.flatnonzero(lengths == targets.sizes[which])
+        sources = memory.arrow.address + lease.offsets[fit].view(np.int64)
+        batch = Batch(sources, targets.addresses[which[fit]], lengths[fit], stream=True)
+        sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+        read = sums.done & unchanged(lease, memory)[fit]
+        right = sums.values == lease.checksums[fit]
         if held.passed():
             return 0  # whatever was read, the service may have given the memory to others meanwhile
-        if len(lease.hits):
-            bad = np.zeros(len(lease.hits), np.bool_)
+        if len(which):
+            bad = np.zeros(len(which), np.bool_)
             bad[fit] = read & ~right
-            report = release_body(lease.id, replies.bits_of(bad), len(bad))
+            report = release_body(lease.id, bits.packed(bad), len(bad))
             connection.tell(Kind.RELEASE, report, Deadline.after(self._clock, _RELEASE_S))
         verified = np.zeros(len(ids), np.bool_)
-        verified[lease.hits[fit]] = read & right
-        return replies.bits_of(verified)
+        verified[which[fit]] = read & right
+        return bits.packed(verified)
 
 
 def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[bytes]]]:

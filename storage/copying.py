@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.addresses import Ints
-from hicache_ray.storage.movers import Batch, Movers, Words
+from hicache_ray.storage.descriptors import Sums
+from hicache_ray.storage.movers import Batch, Movers
 from hicache_ray.storage.segment import Array
 from hicache_ray.store import Bytes
 
@@ -27,13 +26,6 @@ _LEAST = 256 << 10  # bytes of a slice below which switching threads costs more 
 # an idle machine, but on a busy one the caller waits for the time slices of others before its helper has finished: 5 ms, to save 0.5.
 _ALONE = 16 << 20
 _PIECE = 64  # bytes whose copy takes as long as all else that a piece costs
-
-
-class Summed(NamedTuple):
-    """``checksums``: xxh3-64, uint64 [n]. ``done``: bool [n]; where it is False the piece was given up and its checksum means nothing."""
-
-    checksums: Words
-    done: npt.NDArray[np.bool_]
 
 
 class Copier:
@@ -48,13 +40,13 @@ class Copier:
         """Load the compiled loop; True once it is used."""
         return self._movers.warm_up(timeout_s)
 
-    def run(self, batch: Batch, stop: Callable[[], bool]) -> Summed:
-        """Make the copies, but for those given up because ``stop()`` became true.
+    def run(self, batch: Batch, stop: Callable[[], bool]) -> Sums:
+        """Make the copies; returns the xxh3-64 of each, not done where it was given up because ``stop()`` became true.
 
         When it has returned or raised, no thread of ours writes any more. Bounded: ``stop`` is asked before every slice.
         """
         count, total = len(batch.sizes), int(batch.sizes.sum())
-        summed = Summed(np.zeros(count, np.uint64), np.zeros(count, np.bool_))
+        sums = Sums(np.zeros(count, np.bool_), np.zeros(count, np.uint64))
         alone = self._threads == 1 or total <= _ALONE
         limit = self._slice if alone else min(self._slice, max(total // (4 * self._threads), _LEAST))
         slices = _slices(batch.sizes, total, limit)
@@ -63,11 +55,11 @@ class Copier:
         broken = False
 
         def work() -> None:
-            self._work(batch, summed, todo, limit, lambda: broken or stop())
+            self._work(batch, sums, todo, limit, lambda: broken or stop())
 
         if alone:
             work()
-            return summed
+            return sums
         try:
             with suppress(RuntimeError):  # closed by another thread meanwhile: then the caller's thread does it all
                 futures.extend(self._pool.submit(work) for _ in range(min(self._threads, len(slices)) - 1))
@@ -77,21 +69,21 @@ class Copier:
             broken = True
             _wait(futures)
             raise
-        return summed
+        return sums
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._movers.close()
 
-    def _work(self, batch: Batch, summed: Summed, todo: Iterator[tuple[int, int]], limit: int, stop: Callable[[], bool]) -> None:
+    def _work(self, batch: Batch, sums: Sums, todo: Iterator[tuple[int, int]], limit: int, stop: Callable[[], bool]) -> None:
         mover, at = self._movers.mover(), np.zeros(2, np.int64)
         for begin, end in todo:
             at[:] = begin, 0
             while at[0] < end:
                 if stop():
                     return
-                mover.move(batch, summed.checksums, at, end, limit)
-                summed.done[begin : at[0]] = True
+                mover.move(batch, sums.values, at, end, limit)
+                sums.done[begin : at[0]] = True
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:

@@ -11,18 +11,17 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from hicache_ray.storage.addresses import Ints
+from hicache_ray.storage.addresses import Ints, views_of
+from hicache_ray.storage.descriptors import U64
+from hicache_ray.store import Bytes
 
 log = logging.getLogger("hicache_ray.storage")
-Words = npt.NDArray[np.uint64]
-
 KERNELS = ("auto", "off")
 _MODULE = "hicache_ray.storage.kernel"
 _CHUNK = 512 << 10  # bytes; measured: 256 KiB switches threads too often, 1 MiB leaves the cache before it is hashed
@@ -43,11 +42,17 @@ class Batch(NamedTuple):
     of_source: bool = False
     stream: bool = False
 
+    @classmethod
+    def of(cls, sources: Sequence[Bytes], targets: Sequence[Bytes], of_source: bool = False) -> Batch:
+        """Between buffers, which the caller holds on to. Raises StoreError."""
+        of, to = views_of(sources), views_of(targets, writable=True)
+        return cls(of.addresses, to.addresses, to.sizes, of_source, stream=True)
+
 
 class Mover(Protocol):
     """Belongs to one thread, which finishes a piece before it begins another."""
 
-    def move(self, batch: Batch, checksums: Words, at: Ints, end: int, budget: int) -> None:
+    def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
         """Go on from ``at`` = [piece, byte of it] up to piece ``end``, or until about ``budget`` bytes are done.
 
         Afterwards ``at`` says how far it came, and ``checksums`` has the xxh3-64 of every piece before that.
@@ -61,7 +66,7 @@ class PlainMover:
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
 
-    def move(self, batch: Batch, checksums: Words, at: Ints, end: int, budget: int) -> None:
+    def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
         piece, done = at.tolist()
         while piece < end and budget > 0:
             of, to, size = int(batch.sources[piece]), int(batch.targets[piece]), int(batch.sizes[piece])
@@ -85,7 +90,7 @@ class KernelMover:
         self._sums = np.empty(8, np.uint64)
         self._address = self._sums.ctypes.data
 
-    def move(self, batch: Batch, checksums: Words, at: Ints, end: int, budget: int) -> None:
+    def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
         begin = int(at[0])
         self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
         short = batch.sizes[begin : int(at[0])] <= self._short

@@ -13,7 +13,8 @@ import pytest
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientConfig
 from hicache_ray.storage.connection import Deadline, Overloaded
-from hicache_ray.storage.copying import Copier, Summed
+from hicache_ray.storage.copying import Copier
+from hicache_ray.storage.descriptors import Sums
 from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.session import Breaker
 from tests.storage.conftest import PAGES, FakeClock
@@ -197,15 +198,15 @@ def test_deadline(clock: FakeClock) -> None:
 
 
 def test_what_somebody_else_wrote_over_an_object_is_a_miss(client: ArenaClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum is that of the source: a stranger's bytes in our memory, before it was summed, do not pass for ours."""
+    """The checksum is that of the source: a stranger's bytes in our memory, before it was sums, do not pass for ours."""
     run = Copier.run
 
-    def overwritten(self: Copier, batch: Batch, stop: Callable[[], bool]) -> Summed:
-        summed = run(self, batch, stop)
+    def overwritten(self: Copier, batch: Batch, stop: Callable[[], bool]) -> Sums:
+        sums = run(self, batch, stop)
         if batch.of_source:
             for address, size in zip(batch.targets.tolist(), batch.sizes.tolist(), strict=True):
                 ctypes.memset(address, 0xEE, size)
-        return summed
+        return sums
 
     monkeypatch.setattr(Copier, "run", overwritten)
     assert put(client, [1]) == 1

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import ArenaService, ClientConfig, copying, kernel, movers
 from hicache_ray.storage.addresses import views_of
-from hicache_ray.storage.copying import Copier, Summed, _slices
+from hicache_ray.storage.copying import Copier, _slices
+from hicache_ray.storage.descriptors import Sums
 from hicache_ray.storage.movers import KERNELS, Batch, KernelMover, Mover, Movers, PlainMover
 from hicache_ray.storage.segment import Array
 from tests.storage.conftest import PAGES
@@ -114,9 +115,9 @@ def test_slices_take_every_piece_once(sizes: list[int], limit: int) -> None:
 @pytest.mark.parametrize("sizes", [[1 << 20], [1 << 20, (1 << 20) + 1], [64 << 10] * 33, [5, 300_000, 0, 240, 241] * 9, []])
 def test_threads_share_a_batch(copier: Copier, sizes: list[int]) -> None:
     some = Pieces([(size, 3 * i % 64, 16 * i % 64) for i, size in enumerate(sizes)] or [(0, 0, 0)], stream=True)
-    summed = copier.run(some.batch, never)
-    assert summed.done.all()
-    assert summed.checksums.tolist() == some.checksums
+    sums = copier.run(some.batch, never)
+    assert sums.done.all()
+    assert sums.values.tolist() == some.checksums
     assert (some.target == some.wanted()).all()
 
 
@@ -124,9 +125,9 @@ def test_what_is_given_up_is_not_done(copier: Copier) -> None:
     """Pieces are done or not; of those that are, the bytes are there."""
     some = Pieces([(100_000, 0, 0)] * 20)
     looks = iter(range(10**6))
-    summed = copier.run(some.batch, lambda: next(looks) >= 7)
-    assert 0 < summed.done.sum() < 20
-    _assert_done_is_there(some, summed)
+    sums = copier.run(some.batch, lambda: next(looks) >= 7)
+    assert 0 < sums.done.sum() < 20
+    _assert_done_is_there(some, sums)
     assert not copier.run(some.batch, lambda: True).done.any()
 
 
@@ -137,11 +138,9 @@ def test_one_long_piece_is_given_up_within(copier: Copier) -> None:
     assert 0 < np.count_nonzero(some.target) < 1 << 19
 
 
-def _assert_done_is_there(some: Pieces, summed: Summed) -> None:
+def _assert_done_is_there(some: Pieces, sums: Sums) -> None:
     wanted = some.wanted()
-    for (_, t), size, done, checksum, right in zip(
-        some.starts, some.sizes, summed.done, summed.checksums.tolist(), some.checksums, strict=True
-    ):
+    for (_, t), size, done, checksum, right in zip(some.starts, some.sizes, sums.done, sums.values.tolist(), some.checksums, strict=True):
         assert not done or (checksum == right and (some.target[t : t + size] == wanted[t : t + size]).all())
 
 
@@ -166,7 +165,7 @@ def test_a_copy_that_fails_leaves_no_writer_behind(copier: Copier) -> None:
 def test_a_closed_copier_still_copies(copier: Copier) -> None:
     some = Pieces([(1 << 20, 0, 0)] * 4)
     copier.close()
-    assert copier.run(some.batch, never).checksums.tolist() == some.checksums
+    assert copier.run(some.batch, never).values.tolist() == some.checksums
 
 
 def test_views_are_addresses() -> None:
