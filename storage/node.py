@@ -25,8 +25,8 @@ from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.copying import as_array, checksum
 from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
+from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
-from hicache_ray.storage.table import Ids, packed, unpacked
 from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
@@ -248,5 +248,3 @@ def _union(here: Answer, behind: Answer) -> Answer:
 def _record_bytes(digest: bytes, record: Mapping[str, str]) -> int:
     """Of one record in the JSON that travels."""
     return 2 * len(digest) + 8 + len(json.dumps(dict(record)))
-
-

@@ -13,75 +13,51 @@ it is freed. Whoever keeps a column must fetch it anew after :meth:`IdTable.add`
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import Inconsistent
-from hicache_ray.storage.ids import ID_BYTES
+from hicache_ray.storage.ids import ID_BYTES, Ids, packed, unpacked
+from hicache_ray.storage.rows import Rows, RowStore
 
-Rows: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Marks: TypeAlias = npt.NDArray[np.uint32]
-#: Ids of one width: bytes of each, or an (n, width) array of uint8.
-Ids: TypeAlias = Sequence[bytes] | npt.NDArray[np.uint8]
 
 BUCKET = 8  # slots
 EMPTY, GONE = 0, 1
 _ALL = (1 << 64) - 1
 _FEW = 6  # ids up to which a loop is faster than arrays
-_LEAST = 64  # rows
-_FILL, _FILL_AFTER = 5 / 8, 3 / 8  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
+_STEPS = 3  # buckets looked into as arrays; for what is left a loop is faster
+_LEAST = 128  # slots
+_FILL, _FILL_AFTER = 1 / 2, 1 / 3  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
 _MIX = 0xC4CEB9FE1A85EC53
 _MIX_WORD, _HALF, _MARK = np.uint64(_MIX), np.uint64(32), np.uint64(2)
 #: Odd factors, one per word of an id: the golden ratio's multiples, mixed.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ^ (0xD6E8FEB86659FD93 >> i)) & _ALL | 1 for i in range(16))
 
 
-def packed(ids: Ids, width: int = ID_BYTES) -> npt.NDArray[np.uint8]:
-    """(n, width) uint8. Bytes are copied once, arrays not at all."""
-    if isinstance(ids, np.ndarray):
-        return np.ascontiguousarray(ids).reshape(-1, width)
-    return np.frombuffer(b"".join(ids), np.uint8).reshape(-1, width)
-
-
-def unpacked(ids: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The ids of an (n, width) array as bytes."""
-    raw, width = ids.tobytes(), ids.shape[1]
-    return [raw[i : i + width] for i in range(0, len(raw), width)]
-
-
-class IdTable:
+class IdTable(RowStore):
     """Not thread-safe: its owner locks. ``columns``: name -> numpy dtype of an array that grows with the rows."""
 
     def __init__(self, width: int = ID_BYTES, columns: Mapping[str, str] | None = None) -> None:
         """``width``: bytes of an id, a multiple of 8."""
-        self.width = width
+        super().__init__(width, columns)
         self._layout = struct.Struct(f"<{width // 8}Q")
         self._factors = np.array(_FACTORS[: width // 8], np.uint64)
-        self._ids = np.zeros((_LEAST, width), np.uint8)
-        self._columns: dict[str, npt.NDArray[Any]] = {name: np.zeros(_LEAST, dtype) for name, dtype in (columns or {}).items()}
-        self._free = np.zeros(_LEAST, np.int32)  # a stack of rows given back
-        self._free_count = 0
-        self._fresh = 0  # rows from here on were never used
         self._live = 0
-        self._make_buckets(2 * _LEAST // BUCKET)
+        self._make_buckets(_LEAST // BUCKET)
 
     def __len__(self) -> int:
         """Ids that are found."""
         return self._live
 
-    def __getitem__(self, column: str) -> npt.NDArray[Any]:
-        """The column, indexed by row. A view: it is stale after the next :meth:`add`."""
-        return self._columns[column]
-
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays: list[npt.NDArray[Any]] = [self._ids, self._free, self._marks, self._places, *self._columns.values()]
-        return sum(array.nbytes for array in arrays)
+        return super().nbytes + self._marks.nbytes + self._places.nbytes
 
     # -- questions ---------------------------------------------------------------------------------------------------------------
 
@@ -121,26 +97,19 @@ class IdTable:
     def __contains__(self, id: bytes) -> bool:
         return self.find_one(id) >= 0
 
-    def ids(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """(n, width) uint8, a copy."""
-        return self._ids[rows]
-
     def rows(self, prefix: bytes = b"") -> Rows:
         """Rows, ascending, of the ids that start with ``prefix``."""
         rows = np.sort(self._places[self._marks > GONE]).astype(np.int64)
         return rows[self.starting(prefix)[rows]] if prefix else rows
 
-    def starting(self, prefix: bytes) -> npt.NDArray[np.bool_]:
-        """By row, those without an id too: flags of the ids that start with ``prefix``."""
-        if len(prefix) > self.width:
-            return np.zeros(len(self._ids), np.bool_)
-        return np.asarray((self._ids[:, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1))
-
     def repeated(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """(n,) flags of the ids that are equal to an earlier one of the same call."""
         ids = packed(ids, self.width)
         out = np.zeros(len(ids), np.bool_)
-        if len(ids) < 2 or len(np.unique(ids.view(np.uint64) @ self._factors)) == len(ids):
+        if len(ids) < 2:
+            return out
+        sums = np.sort(ids.view(np.uint64) @ self._factors)
+        if not (sums[1:] == sums[:-1]).any():
             return out
         known = set[bytes]()
         for i, id in enumerate(unpacked(ids)):
@@ -155,7 +124,7 @@ class IdTable:
         ids = packed(ids, self.width)
         count = len(ids)
         self._make_slots(count)
-        rows = self._take_rows(count)
+        rows = self.take(count)
         self._ids[rows] = ids
         self._insert(rows)
         self._live += count
@@ -171,12 +140,6 @@ class IdTable:
         self._live -= len(rows)
         self._gone += len(rows) - int(ends.sum())
 
-    def free(self, rows: Rows) -> None:
-        """Rows that were hidden may be given out again."""
-        end = self._free_count + len(rows)
-        self._free[self._free_count : end] = rows
-        self._free_count = end
-
     def remove(self, rows: Rows) -> None:
         """Hide and free."""
         self.hide(rows)
@@ -185,7 +148,7 @@ class IdTable:
     def check(self) -> None:
         """Raises Inconsistent."""
         rows = self.rows()
-        free = self._free[: self._free_count]
+        free = self.vacant
         for holds, what in (
             (len(rows) == self._live, "the count of ids is wrong"),
             (int((self._marks == GONE).sum()) == self._gone, "the count of removed slots is wrong"),
@@ -211,18 +174,31 @@ class IdTable:
     def _find(self, words: Words, hashes: Words) -> Rows:
         """(n, width / 8) words of ids -> rows."""
         buckets, marks = self._split(hashes)
+        out, lost = self._look(words, buckets, marks)
+        places, step = np.arange(len(out)), 0
+        while len(lost) > _FEW and step < _STEPS:
+            step += 1
+            words, marks, hashes = words[lost], marks[lost], hashes[lost]
+            buckets = (buckets[lost] + step) & (len(self._marks) - 1)
+            places = places[lost]
+            out[places], lost = self._look(words, buckets, marks)
+        for i in lost.tolist():
+            out[places[i]] = self.find_one(words[i].tobytes())
+        return out
+
+    def _look(self, words: Words, buckets: Rows, marks: Marks) -> tuple[Rows, Rows]:
+        """(row in this bucket or -1, positions of the ids that may be in another one)."""
         found = self._marks.take(buckets, 0)
         at = buckets * BUCKET + (found == marks[:, None]).argmax(axis=1)
         known = self._marks.reshape(-1).take(at) == marks
         out = np.where(known, self._places.reshape(-1).take(at), -1).astype(np.int64)
-        if known.all():
-            lost = np.zeros(len(out), np.bool_)
-        else:
-            lost = ~(known | _any(found == EMPTY))  # perhaps in another bucket
-        lost |= known & (self._ids.view(np.uint64).take(out, 0) != words).any(axis=1)  # another id with an equal mark: hardly ever
-        for i in lost.nonzero()[0].tolist():
-            out[i] = self.find_one(words[i].tobytes())
-        return out
+        lost = np.zeros(len(out), np.bool_) if known.all() else ~(known | _any(found == EMPTY))
+        differ = self._ids.view(np.uint64).take(out, 0) != words
+        if differ[known].any():  # another id with an equal mark: hardly ever
+            wrong = known & differ.any(axis=1)
+            for i in wrong.nonzero()[0].tolist():
+                out[i] = self.find_one(words[i].tobytes())
+        return out, lost.nonzero()[0]
 
     def _place(self, rows: Rows) -> Rows:
         """Indices into the flat marks and places of rows that are found."""
@@ -265,7 +241,7 @@ class IdTable:
         if self._live + self._gone + more <= _FILL * self._marks.size:
             return
         rows = self.rows()
-        buckets = 2 * _LEAST // BUCKET
+        buckets = _LEAST // BUCKET
         while self._live + more > _FILL_AFTER * BUCKET * buckets:
             buckets *= 2
         self._make_buckets(buckets)
@@ -277,25 +253,6 @@ class IdTable:
         self._marks = np.zeros((count, BUCKET), np.uint32)
         self._places = np.zeros((count, BUCKET), np.int32)
 
-    def _take_rows(self, count: int) -> Rows:
-        old = min(count, self._free_count)
-        self._free_count -= old
-        fresh = count - old
-        if self._fresh + fresh > len(self._ids):
-            self._grow(self._fresh + fresh)
-        rows = np.empty(count, np.int64)
-        rows[:old] = self._free[self._free_count : self._free_count + old]
-        rows[old:] = np.arange(self._fresh, self._fresh + fresh)
-        self._fresh += fresh
-        return rows
-
-    def _grow(self, wanted: int) -> None:
-        """A quarter more at least: what is grown and not used yet counts as well."""
-        size = max(wanted, len(self._ids) + len(self._ids) // 4)
-        self._ids = _longer(self._ids, size)
-        self._free = _longer(self._free, size)
-        self._columns = {name: _longer(column, size) for name, column in self._columns.items()}
-
 
 def _mixed(hashes: Words) -> Words:
     hashes = (hashes ^ hashes >> _HALF) * _MIX_WORD
@@ -305,9 +262,3 @@ def _mixed(hashes: Words) -> Words:
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Per bucket. Eight flags are one word: much faster than a reduction along an axis of eight."""
     return flags.view(np.uint64)[:, 0] != 0
-
-
-def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    grown = np.zeros((size, *array.shape[1:]), array.dtype)
-    grown[: len(array)] = array
-    return grown
