@@ -93,8 +93,10 @@ class KernelMover:
     def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
         begin = int(at[0])
         self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
-        short = batch.sizes[begin : int(at[0])] <= self._short
-        for i in begin + np.flatnonzero(short) if short.any() else ():
+        sizes = batch.sizes[begin : int(at[0])]
+        if not len(sizes) or sizes.min() > self._short:
+            return
+        for i in begin + np.flatnonzero(sizes <= self._short):
             address = (batch.sources if batch.of_source else batch.targets)[i]
             checksums[i] = xxhash.xxh3_64_intdigest(_bytes_at(int(address), int(batch.sizes[i])))
 
