@@ -71,6 +71,13 @@ def slot_bytes(length: int) -> int:
     return max(-(-length // grain) * grain, ALIGN)
 
 
+def slots_bytes(lengths: Numbers) -> Numbers:
+    """:func:`slot_bytes` of each."""
+    octave = np.frexp(np.maximum(lengths - 1, 0).astype(np.float64))[1].astype(np.int64)  # the bit length: exact below 2**53
+    grain = np.maximum(ALIGN, np.left_shift(1, octave) // (2 * CLASSES_PER_OCTAVE))
+    return np.maximum(-(-lengths // grain) * grain, ALIGN)
+
+
 def default_slab_bytes(capacity_bytes: int) -> int:
     """About 128 slabs: few enough to scan, small enough that moving one between classes evicts under 1 % of the arena."""
     return min(max(capacity_bytes // 128 // BLOCK * BLOCK, BLOCK), 1 << 30)
@@ -151,6 +158,10 @@ class SlabMap:
     def unpin(self, offsets: Numbers) -> None:
         """Slots that nobody has pinned any more."""
         np.subtract.at(self._pinned, self._runs_of(offsets), 1)
+
+    def colder(self, tick: int) -> bool:
+        """Is there a run whose objects were used before ``tick``, on average? If not, :meth:`coldest` finds nothing colder either."""
+        return bool((self._ticks < tick * self._used).any())
 
     def coldest(self, size: int, before: int) -> Window | None:
         """The cheapest runs to empty so that class ``size`` gets a run: no pins in them, no use at tick ``before`` or later."""

@@ -31,7 +31,6 @@ EMPTY, GONE = 0, 1
 _ALL = (1 << 64) - 1
 _FEW = 6  # ids up to which a loop is faster than arrays
 _STEPS = 3  # buckets looked into as arrays; for what is left a loop is faster
-_LEAST = 128  # slots
 _FILL, _FILL_AFTER = 1 / 2, 1 / 3  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
 _MIX = 0xC4CEB9FE1A85EC53
 _MIX_WORD, _HALF, _MARK = np.uint64(_MIX), np.uint64(32), np.uint64(2)
@@ -42,13 +41,15 @@ _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ^ (0xD6E8FEB86659FD93 >> i)) 
 class IdTable(RowStore):
     """Not thread-safe: its owner locks. ``columns``: name -> numpy dtype of an array that grows with the rows."""
 
+    LEAST = 4096  # slots
+
     def __init__(self, width: int = ID_BYTES, columns: Mapping[str, str] | None = None) -> None:
         """``width``: bytes of an id, a multiple of 8."""
         super().__init__(width, columns)
         self._layout = struct.Struct(f"<{width // 8}Q")
         self._factors = np.array(_FACTORS[: width // 8], np.uint64)
         self._live = 0
-        self._make_buckets(_LEAST // BUCKET)
+        self._make_buckets(self.LEAST // BUCKET)
 
     def __len__(self) -> int:
         """Ids that are found."""
@@ -61,12 +62,16 @@ class IdTable(RowStore):
 
     # -- questions ---------------------------------------------------------------------------------------------------------------
 
-    def find(self, ids: Ids) -> Rows:
+    def hashes(self, ids: Ids) -> Words:
+        """(n,): for a caller that passes the same ids to several of these methods."""
+        return _mixed(packed(ids, self.width).view(np.uint64) @ self._factors)
+
+    def find(self, ids: Ids, hashes: Words | None = None) -> Rows:
         """(n,) int64: the row of each id, -1 where it is absent."""
         if len(ids) <= _FEW:
             return np.array([self.find_one(bytes(id)) for id in ids], np.int64)
-        words = packed(ids, self.width).view(np.uint64)
-        return self._find(words, _mixed(words @ self._factors))
+        ids = packed(ids, self.width)
+        return self._find(ids.view(np.uint64), self.hashes(ids) if hashes is None else hashes)
 
     def find_pairs(self, keys: Ids, tag: bytes) -> Rows:
         """The same for the ids ``key + tag`` of all ``keys``, which are ``width - len(tag)`` bytes long."""
@@ -102,13 +107,13 @@ class IdTable(RowStore):
         rows = np.sort(self._places[self._marks > GONE]).astype(np.int64)
         return rows[self.starting(prefix)[rows]] if prefix else rows
 
-    def repeated(self, ids: Ids) -> npt.NDArray[np.bool_]:
+    def repeated(self, ids: Ids, hashes: Words | None = None) -> npt.NDArray[np.bool_]:
         """(n,) flags of the ids that are equal to an earlier one of the same call."""
         ids = packed(ids, self.width)
         out = np.zeros(len(ids), np.bool_)
         if len(ids) < 2:
             return out
-        sums = np.sort(ids.view(np.uint64) @ self._factors)
+        sums = np.sort(self.hashes(ids) if hashes is None else hashes)
         if not (sums[1:] == sums[:-1]).any():
             return out
         known = set[bytes]()
@@ -119,14 +124,14 @@ class IdTable(RowStore):
 
     # -- changes -----------------------------------------------------------------------------------------------------------------
 
-    def add(self, ids: Ids) -> Rows:
+    def add(self, ids: Ids, hashes: Words | None = None) -> Rows:
         """Rows for ids that are absent and differ from each other. Columns of a row keep what was in them: the owner sets them."""
         ids = packed(ids, self.width)
         count = len(ids)
         self._make_slots(count)
         rows = self.take(count)
         self._ids[rows] = ids
-        self._insert(rows)
+        self._insert(rows, self.hashes(ids) if hashes is None else hashes)
         self._live += count
         return rows
 
@@ -168,9 +173,6 @@ class IdTable(RowStore):
         value = ((value ^ value >> 32) * _MIX) & _ALL
         return value ^ value >> 32
 
-    def _hash(self, rows: Rows) -> Words:
-        return _mixed(self._ids.take(rows, 0).view(np.uint64) @ self._factors)
-
     def _find(self, words: Words, hashes: Words) -> Rows:
         """(n, width / 8) words of ids -> rows."""
         buckets, marks = self._split(hashes)
@@ -202,7 +204,7 @@ class IdTable(RowStore):
 
     def _place(self, rows: Rows) -> Rows:
         """Indices into the flat marks and places of rows that are found."""
-        buckets, _ = self._split(self._hash(rows))
+        buckets, _ = self._split(self.hashes(self._ids.take(rows, 0)))
         out, todo, step = np.zeros(len(rows), np.int64), np.arange(len(rows)), 0
         while len(todo):
             same = (self._places.take(buckets, 0) == rows[todo, None]) & (self._marks.take(buckets, 0) > GONE)
@@ -215,9 +217,9 @@ class IdTable(RowStore):
             todo, buckets = todo[~known], (buckets[~known] + step) & (len(self._marks) - 1)
         return out
 
-    def _insert(self, rows: Rows) -> None:
+    def _insert(self, rows: Rows, hashes: Words) -> None:
         """Write places and marks of rows whose ids are absent. Of two that want the same place one wins, the other looks again."""
-        buckets, marks = self._split(self._hash(rows))
+        buckets, marks = self._split(hashes)
         flat_marks, flat_places = self._marks.reshape(-1), self._places.reshape(-1)
         steps = np.zeros(len(rows), np.int64)
         while len(rows):
@@ -241,12 +243,13 @@ class IdTable(RowStore):
         if self._live + self._gone + more <= _FILL * self._marks.size:
             return
         rows = self.rows()
-        buckets = _LEAST // BUCKET
+        buckets = self.LEAST // BUCKET
         while self._live + more > _FILL_AFTER * BUCKET * buckets:
             buckets *= 2
         self._make_buckets(buckets)
         for start in range(0, len(rows), 1 << 16):  # in parts: the hashes of a million ids need not exist at once
-            self._insert(rows[start : start + (1 << 16)])
+            part = rows[start : start + (1 << 16)]
+            self._insert(part, self.hashes(self._ids[part]))
 
     def _make_buckets(self, count: int) -> None:
         self._gone = 0

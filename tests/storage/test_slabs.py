@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ray.errors import ConfigError, Inconsistent
-from hicache_ray.storage.slabs import ALIGN, BLOCK, SHARES_WORD, Numbers, SlabMap, Window, default_slab_bytes, slot_bytes
+from hicache_ray.storage.slabs import ALIGN, BLOCK, SHARES_WORD, Numbers, SlabMap, Window, default_slab_bytes, slot_bytes, slots_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -23,6 +23,11 @@ def test_a_class_is_at_most_a_sixty_fourth_larger(length: int) -> None:
     assert length <= slot_bytes(length) < length + max(length / 64, ALIGN)
     assert slot_bytes(length) % ALIGN == 0
     assert slot_bytes(slot_bytes(length)) == slot_bytes(length)
+
+
+@given(st.lists(st.integers(0, 1 << 50) | st.integers(0, 5000), max_size=30))
+def test_classes_of_many_at_once(lengths: list[int]) -> None:
+    assert slots_bytes(np.array(lengths, np.int64)).tolist() == [slot_bytes(length) for length in lengths]
 
 
 def test_classes_are_few() -> None:

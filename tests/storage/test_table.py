@@ -23,12 +23,16 @@ def random_ids(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 64), np.uint8)
 
 
+class Small(IdTable):
+    LEAST = 128
+
+
 class Tables(RuleBasedStateMachine):
     """Few numbers, so that slots are taken and left many times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = IdTable(columns={"number": "i8"})
+        self.table = Small(columns={"number": "i8"})
         self.twin: dict[bytes, int] = {}
         self.hidden: list[int] = []
 
