@@ -41,9 +41,11 @@ def place(held: Holdings, ids: npt.NDArray[np.uint8], lengths: Rows, pending: in
         batch.outcomes[seen] = Outcome.EXISTS
         rows[~seen] = -1
         held.use(rows[seen])  # before anything is evicted
-    again = fresh & held.table.repeated(ids, hashes)
-    batch.outcomes[again] = Outcome.PENDING
-    todo = np.flatnonzero(fresh & ~again)
+    if len(ids) > 1:
+        again = fresh & held.table.repeated(ids, hashes)
+        batch.outcomes[again] = Outcome.PENDING
+        fresh &= ~again
+    todo = fresh.nonzero()[0]
     held.counters.put_refused += len(todo)
     todo = _within_pending(held, todo, lengths, pending)
     todo = _within_caps(held, ids, lengths, todo, batch.start)
@@ -96,6 +98,8 @@ def _slots(held: Holdings, size: int, count: int, start: int) -> Rows:
     """
     parts = [held.slabs.take(size, count, start)]
     missing, compared = count - len(parts[0]), False
+    if not missing:
+        return parts[0]
     while missing:
         own = held.oldest("kind", held.kind(size), missing, start)
         ask = not len(own) or (not compared and held.slabs.colder(int(held.table["tick"][own[0]])))

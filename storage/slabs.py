@@ -48,10 +48,11 @@ class Run:
     def take(self, count: int) -> Numbers:
         """Offsets, ascending, of at most ``count`` slots: neighbours can be copied as one."""
         old = min(count, len(self.back))
-        numbers = np.array(self.back[len(self.back) - old :], np.int64)
-        del self.back[len(self.back) - old :]
         fresh = min(count - old, self.count - self.fresh)
-        numbers = np.concatenate([np.sort(numbers), np.arange(self.fresh, self.fresh + fresh)])
+        numbers = np.arange(self.fresh, self.fresh + fresh)
+        if old:
+            numbers = np.concatenate([np.sort(np.array(self.back[len(self.back) - old :], np.int64)), numbers])
+            del self.back[len(self.back) - old :]
         self.fresh += fresh
         return self.offset + numbers * self.slot_bytes
 
@@ -73,6 +74,8 @@ def slot_bytes(length: int) -> int:
 
 def slots_bytes(lengths: Numbers) -> Numbers:
     """:func:`slot_bytes` of each."""
+    if len(lengths) == 1:
+        return np.array([slot_bytes(int(lengths[0]))])
     octave = np.frexp(np.maximum(lengths - 1, 0).astype(np.float64))[1].astype(np.int64)  # the bit length: exact below 2**53
     grain = np.maximum(ALIGN, np.left_shift(1, octave) // (2 * CLASSES_PER_OCTAVE))
     return np.maximum(-(-lengths // grain) * grain, ALIGN)

@@ -219,6 +219,8 @@ class IdTable(RowStore):
 
     def _insert(self, rows: Rows, hashes: Words) -> None:
         """Write places and marks of rows whose ids are absent. Of two that want the same place one wins, the other looks again."""
+        if len(rows) == 1:
+            return self._insert_one(int(rows[0]), int(hashes[0]))
         buckets, marks = self._split(hashes)
         flat_marks, flat_places = self._marks.reshape(-1), self._places.reshape(-1)
         steps = np.zeros(len(rows), np.int64)
@@ -234,6 +236,16 @@ class IdTable(RowStore):
             steps += ~vacant
             buckets = np.where(vacant, buckets, buckets + steps)[on] & (len(self._marks) - 1)
             rows, marks, steps = rows[on], marks[on], steps[on]
+
+    def _insert_one(self, row: int, value: int) -> None:
+        bucket, step = value & (len(self._marks) - 1), 0
+        while (least := min(marks := self._marks[bucket].tolist())) > GONE:
+            step += 1
+            bucket = (bucket + step) & (len(self._marks) - 1)
+        at = marks.index(least)
+        self._gone -= least == GONE
+        self._marks[bucket, at] = value >> 32 | 2
+        self._places[bucket, at] = row
 
     def _split(self, hashes: Words) -> tuple[Rows, Marks]:
         """(bucket, mark) of each."""
