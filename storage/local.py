@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from hicache_ray.errors import StoreClosed, StoreTimeout
 from hicache_ray.storage import bits
-from hicache_ray.storage.copying import Copier, Copy, as_array, checksum
+from hicache_ray.storage.copying import Copier, as_array, checksum
 from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
 from hicache_ray.storage.ids import require_ids, require_keys
+from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.segment import Array
 from hicache_ray.store import Answer, Bytes, StoreStats
@@ -45,8 +46,8 @@ class LocalStore:
         place = self.reserve(names, [fresh[name].nbytes for name in names], timeout_s)
         with place:
             granted = [(fresh[name], target) for name, target in zip(names, place.targets, strict=True) if target is not None]
-            copies = [Copy(source, target, of_source=True) for source, target in granted]
-            sums = self._copier.run(copies, place.over)
+            batch = Batch.of([source for source, _ in granted], [target for _, target in granted], of_source=True)
+            sums = self._copier.run(batch, place.over)
             visible = place.seal_with(sums)
         stored = {names[i] for i in bits.each(visible)}
         return bits.pack(id in stored for id in ids)
@@ -57,9 +58,9 @@ class LocalStore:
         until = self._clock() + timeout_s
         with self.lease(ids, timeout_s) as lent:
             fit = [i for i, data in enumerate(lent.arrays) if data is not None and data.nbytes == arrays[i].nbytes]
-            copies = [Copy(data, arrays[i]) for i in fit if (data := lent.arrays[i]) is not None]
-            sums = self._copier.run(copies, lambda: self._clock() >= min(until, lent.until))
-            return lent.verify(fit, sums)
+            batch = Batch.of([lent.arrays[i] for i in fit], [arrays[i] for i in fit])
+            sums = self._copier.run(batch, lambda: self._clock() >= min(until, lent.until))
+            return lent.verify(fit, sums.listed())
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> LocalLent:
         """As the protocol says; the views are read-only pyarrow.Buffers over the segment."""
