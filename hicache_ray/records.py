@@ -105,11 +105,12 @@ class Digest:
 
 @dataclass(frozen=True)
 class Clear:
-    """Empty L3 of everything. Outcome: no error when it is done."""
+    """Empty L3 of everything whose key begins with ``prefix``. Outcome: no error when it is done; ``count`` objects were removed."""
 
     id: int
     rid: str
     timeout_s: float = 30.0
+    prefix: bytes = b""
 
 
 Record: TypeAlias = Move | Lookup | Compute | Digest | Clear
@@ -147,6 +148,7 @@ class Outcome:
     digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     error: str = ""
     refused: bool = False
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Merged:
     digests: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     error: str = ""
     refused: bool = False
+    count: int = 0
     late: bool = False
 
 
