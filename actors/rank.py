@@ -95,7 +95,7 @@ class RankShell:
         tags = {name: of[setup.rank] for name, of in tags_of(self.spec, recipe).items()}
         if self.store is None and setup.socket:
             self.store = ArenaClient(setup.socket)
-        rank = Rank(setup.rank, self.spec, self.pools, tags)
+        rank = Rank(setup.rank, self.spec, self.pools, tags, setup.config.storage.batch)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
         if note := self_test(rank, self.executor, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
             log.warning("rank %d: %s", setup.rank, note)

@@ -12,7 +12,7 @@ from hicache_ray.errors import CapacityError, EngineError, RequestRefused
 from hicache_ray.keys import extend_keys, look_ahead, other, page_keys
 from hicache_ray.lease import Lease
 from hicache_ray.match import match
-from hicache_ray.records import Clear, Compute, Digest, Merged, Record, Slots, Tokens
+from hicache_ray.records import Clear, Compute, Digest, Embedded, Merged, Record, Slots, Tokens
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.restore import Restore
 from hicache_ray.resume import Match, Path, Plan
@@ -42,10 +42,12 @@ class Cache:
     # -- what a request is ------------------------------------------------------------------------------------------------------
 
     def job(self, request: Request) -> Job:
-        """Check a request against the pools and hash its pages. Raises :class:`CapacityError` when it can never fit."""
+        """Check a request against the pools and hash its pages. Raises :class:`CapacityError` when it can never fit,
+        :class:`RequestRefused` where its spans make no sense."""
         count = len(request.tokens)
         if count < 1:
             raise CapacityError("a request needs at least one token; input_ids is empty")
+        _check_spans(request)
         shape = compute.Shape.cold(count, request.new_tokens)
         for name, slots in compute.need(self.spec, self.settings, shape).items():
             capacity = self.res.capacity[(Tier.DEVICE, name)]
@@ -56,12 +58,13 @@ class Cache:
                     f"a request of {count} tokens with {request.new_tokens} new ones needs {most} slots of the device pool {name!r}, which "
                     f"has {capacity}; raise cache.device_tokens (or cache.device_snapshots), or send fewer tokens"
                 )
-        path = self.path(page_keys(request.namespace, request.tokens), request.tokens)
+        path = self.path(page_keys(request.namespace, request.tokens, request.spans), request.tokens, request.spans)
         return Job(request, path, self.allowed(count, request.limit), self.res.era)
 
-    def path(self, keys: tuple[bytes, ...], tokens: Tokens) -> Path:
+    def path(self, keys: tuple[bytes, ...], tokens: Tokens, spans: Sequence[Embedded] = ()) -> Path:
         """The names of a prompt's pages: components that look ahead have keys of their own."""
-        ahead = {c.name: look_ahead(keys, tokens, self.spec.page_size, c.lookahead) for c in self.spec.components if c.lookahead}
+        page = self.spec.page_size
+        ahead = {c.name: look_ahead(keys, tokens, page, c.lookahead, spans) for c in self.spec.components if c.lookahead}
         return Path(keys, ahead=ahead)
 
     def allowed(self, count: int, limit: int | None = None) -> int:
@@ -169,7 +172,8 @@ class Cache:
             if sampled >= request.new_tokens:
                 break
             steps = compute.decode_steps(shape.prompt, sampled, request.new_tokens, page)
-        job.path = self.path(extend_keys(request.namespace, job.path.keys, tokens[:end]), tokens)
+        keys = extend_keys(request.namespace, job.path.keys, tokens[:end], request.spans)
+        job.path = self.path(keys, tokens, request.spans)
         self._insert(job, run, path, end)
 
     def _insert(self, job: Job, run: compute.Run, path: Path, end: int) -> None:
@@ -236,3 +240,20 @@ class Cache:
             self.tokens[name] += n
         job.phase = Phase.DONE
         return Report(by_tier["device"], by_tier["host"], by_tier["storage"], computed, job.limit, digests)
+
+
+#: Fewer bytes than this tell too little of a content.
+DIGEST_LEAST = 16
+
+
+def _check_spans(request: Request) -> None:
+    for span in request.spans:
+        if span.start < 0 or span.count < 1 or span.start + span.count > len(request.tokens):
+            raise RequestRefused(
+                f"a span covers {span.count} tokens from {span.start} on, and the prompt has {len(request.tokens)}; give spans inside of it"
+            )
+        if len(span.digest) < DIGEST_LEAST:
+            raise RequestRefused(
+                f"the digest of the span at {span.start} has {len(span.digest)} bytes; give one of the whole content, such as its sha256, "
+                f"of at least {DIGEST_LEAST}"
+            )

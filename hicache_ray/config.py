@@ -127,6 +127,7 @@ class StorageConfig(Section):
     size: Size = Field(512 * 1024**2, description="hard cap of one node's store", json_schema_extra=_BYTES)
     directory: str | None = Field(None, description="folder of the arena's files; null: shared memory")
     lease_s: Seconds = Field(30.0, description="how long a reader may hold an object before its bytes may be reused")
+    batch: Count = Field(128, description="most objects of one call to the store; a longer transfer makes several")
     name: Name = Field("hicache-storage", description="name of the store; clusters on one machine need different ones")
 
 

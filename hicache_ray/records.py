@@ -21,6 +21,20 @@ Slots: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, order=True)
+class Embedded:
+    """Tokens ``[start, start + count)`` of a prompt that stand for something else, an image or a sound: what they mean is not in their
+    ids. ``digest``: of its content, all of it; equal digests say equal content."""
+
+    start: int
+    count: int
+    digest: bytes
+
+    def touches(self, begin: int, end: int) -> bool:
+        """Whether one of its tokens is in ``[begin, end)``."""
+        return self.start < end and begin < self.start + self.count
+
+
 @dataclass(frozen=True)
 class Span:
     """Pages of one component that move. Item ``i`` goes from ``source[i]`` to ``target[i]``; on the storage side the slots are empty

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from hicache_ray.keys import Namespace, space_of
 from hicache_ray.lease import Lease
-from hicache_ray.records import Merged, Record, Tokens
+from hicache_ray.records import Embedded, Merged, Record, Tokens
 from hicache_ray.resume import Limit, Path
 
 
@@ -36,7 +36,8 @@ PageDigests: TypeAlias = Mapping[str, Mapping[int, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. ``limit``: the caller's own cap on the resumed length, in tokens. ``digests``: report those of all it uses and makes."""
+    """One prompt. ``limit``: the caller's own cap on the resumed length, in tokens. ``digests``: report those of all it uses and makes.
+    ``spans``: what is embedded in the prompt."""
 
     rid: str
     tokens: Tokens
@@ -44,6 +45,7 @@ class Request:
     new_tokens: int = 1
     limit: int | None = None
     digests: bool = False
+    spans: tuple[Embedded, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hicache_ray.executor import Executor, Rank
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, as_tokens, space_of
 from hicache_ray.pool import Pool
-from hicache_ray.records import Clear, Lookup, Move, Outcome, Tokens
+from hicache_ray.records import Clear, Embedded, Lookup, Move, Outcome, Tokens
 from hicache_ray.residency import Residency
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Tier
@@ -32,6 +32,7 @@ from hicache_ray.testing_questions import TIERS, Questions
 from hicache_ray.testing_queues import QueuedEngine, fake_mover
 
 __all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "state", "window"]
+
 
 @dataclass
 class Stack(Questions):
@@ -113,7 +114,8 @@ class Stack(Questions):
     # -- requests -----------------------------------------------------------------------------------------------------------------
 
     def put(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> Served:
-        """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change.
+        """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change;
+        ``spans``: what is embedded.
 
         Its backup is under way when this returns; :meth:`settle` lets it complete.
         """
@@ -127,7 +129,7 @@ class Stack(Questions):
 
     def begin(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> str:
         """The same, only begun; it moves with :meth:`step` and :meth:`settle`."""
-        request = self._request(tokens, rid, decoded, more.get("namespace", {}), more.get("limit"))
+        request = self._request(tokens, rid, decoded, more.get("namespace", {}), more.get("limit"), more.get("spans", ()))
         self._jobs[request.rid] = self.group.submit(request)
         self._collect()
         return request.rid
@@ -287,7 +289,15 @@ class Stack(Questions):
 
     # -- small things ---------------------------------------------------------------------------------------------------------------
 
-    def _request(self, tokens: Iterable[int], rid: str | None, decoded: int, namespace: Mapping[str, str], limit: int | None) -> Request:
+    def _request(
+        self,
+        tokens: Iterable[int],
+        rid: str | None,
+        decoded: int,
+        namespace: Mapping[str, str],
+        limit: int | None,
+        spans: Sequence[Embedded] = (),
+    ) -> Request:
         tokens = as_tokens(list(tokens))
         self._next += 1
         name = rid or f"request {self._next}"
@@ -297,4 +307,4 @@ class Stack(Questions):
         ns = self._namespace(namespace)
         assert self.store is not None
         self.store.describe(ns.digest(), ns.record(), 1.0)
-        return Request(name, tokens[: len(tokens) - decoded], ns, decoded + 1, limit)
+        return Request(name, tokens[: len(tokens) - decoded], ns, decoded + 1, limit, spans=tuple(spans))

@@ -16,7 +16,7 @@ from hicache_ray.explain import differing_fields
 from hicache_ray.group import Envelope, Group
 from hicache_ray.keys import Namespace, as_tokens, other, page_keys, tagged
 from hicache_ray.match import match
-from hicache_ray.records import Compute, Lane, Lookup, Tokens, lane_of
+from hicache_ray.records import Compute, Embedded, Lane, Lookup, Tokens, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.spec import CacheSpec, Component, Tier
@@ -48,7 +48,7 @@ class Questions:
     def probe(self, tokens: Iterable[int], limit: int | None = None, **more: Any) -> Probe:
         """How far a request could resume. Changes nothing."""
         tokens, ns = as_tokens(list(tokens)), self._namespace(more.get("namespace", {}))
-        found = match(self.res, self._path(tokens, ns), self.cache.allowed(len(tokens), limit), not self.exact)
+        found = match(self.res, self._path(tokens, ns, more.get("spans", ())), self.cache.allowed(len(tokens), limit), not self.exact)
         assert self.store is not None
         told: dict[str, tuple[int, ...]] = {}
         for keys, names in self.cache.questions(found):
@@ -109,8 +109,8 @@ class Questions:
         engine = self._engines[rank]
         return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in self._used(tokens, pool))
 
-    def _path(self, tokens: Tokens, ns: Namespace | None = None) -> Path:
-        return self.cache.path(page_keys(ns or self.ns, tokens), tokens)
+    def _path(self, tokens: Tokens, ns: Namespace | None = None, spans: Sequence[Embedded] = ()) -> Path:
+        return self.cache.path(page_keys(ns or self.ns, tokens, spans), tokens, spans)
 
     def _found(self, tokens: Tokens) -> Match:
         """What the device alone has of a prompt."""
