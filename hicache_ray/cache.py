@@ -31,6 +31,7 @@ class Cache:
         self.settings = settings
         self.events: list[Event] = []
         self.tokens = dict.fromkeys(("device", "host", "storage", "computed"), 0)
+        self.tenants: dict[str, dict[str, int]] = {}  # the same of each tenant
         self.requests = 0
         self.engine_owner: str | None = None
         self.spawned: list[tuple[str, Story]] = []
@@ -236,8 +237,12 @@ class Cache:
         by_tier = {tier.value: n * page for tier, n in pages.items()}
         computed = len(job.request.tokens) - resumed.length * page
         self.requests += 1
-        for name, n in (*by_tier.items(), ("computed", computed)):
-            self.tokens[name] += n
+        tallies = [self.tokens]
+        if tenant := job.request.namespace.tenant:
+            tallies.append(self.tenants.setdefault(tenant, dict.fromkeys(self.tokens, 0)))
+        for tally in tallies:
+            for name, n in (*by_tier.items(), ("computed", computed)):
+                tally[name] += n
         job.phase = Phase.DONE
         return Report(by_tier["device"], by_tier["host"], by_tier["storage"], computed, job.limit, digests)
 
