@@ -21,6 +21,10 @@ from hicache_ray.spec import Tier
 from hicache_ray.story import Dropped, Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
 
 
+#: Fewer bytes than this tell too little of a content.
+DIGEST_LEAST = 16
+
+
 class Cache:
     """The stages over one :class:`Residency`, as stories. ``events`` are drained by the driver."""
 
@@ -245,10 +249,6 @@ class Cache:
                 tally[name] += n
         job.phase = Phase.DONE
         return Report(by_tier["device"], by_tier["host"], by_tier["storage"], computed, job.limit, digests)
-
-
-#: Fewer bytes than this tell too little of a content.
-DIGEST_LEAST = 16
 
 
 def _check_spans(request: Request) -> None:
