@@ -20,7 +20,6 @@ from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
 from hicache_ray.story import Dropped, Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
 
-
 #: Fewer bytes than this tell too little of a content.
 DIGEST_LEAST = 16
 
