@@ -64,9 +64,7 @@ class Plane:
     """``start`` and ``close`` may be called once each; close is idempotent. ``background`` False: no threads but the server's; whoever made
     it calls ``prober.step()`` and ``announcer.step()``."""
 
-    def __init__(
-        self, config: NodeConfig, node: NodeStore, store: LocalStore, clock: Callable[[], float], background: bool = True
-    ) -> None:
+    def __init__(self, config: NodeConfig, node: NodeStore, store: LocalStore, clock: Callable[[], float], background: bool = True) -> None:
         incarnation = node.arena.incarnation
         self.config, self._background = config, background
         self.home = HomeIndex(config.home_entries)

@@ -77,7 +77,7 @@ class StorageNode:
         self.plane.set_members(members)
 
     def stats(self) -> Mapping[str, Any]:
-        """``address``; ``arena``: counters of the store; ``members`` (who is alive), ``home``, ``announcer``, ``tcp``, ``flight``. For JSON."""
+        """``address``; ``arena``: counters of the store; ``members`` (who is alive), ``home``, ``announcer``, ``tcp``, ``flight``."""
         flight = None if self.flight is None else self.flight.location
         return {"address": self.address.to_dict(), "arena": asdict(self.node.stats()), **self.plane.stats(), "flight": flight}
 
