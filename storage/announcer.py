@@ -141,11 +141,10 @@ class Announcer:
         except StoreError:
             self.stats.failures += 1
             return  # the next step tries again, as the view is not told
-        if told is None or due or told.member(self.here().node) != view.member(self.here().node):
-            self._todo, self._said_at = (
-                dict.fromkeys(mine),
-                self.clock(),
-            )  # also as a new incarnation: the old one's entries count for nothing
+        alone = told is not None and len(told.alive) == 1  # then nobody had to be told, and what was written was not announced
+        if told is None or due or alone or told.member(self.here().node) != view.member(self.here().node):
+            # Also as a new incarnation: the old one's entries count for nothing.
+            self._todo, self._said_at = dict.fromkeys(mine), self.clock()
         else:
             moved = {group for group in {group_of(id) for id in mine} if told.home(group) != view.home(group)}
             self._later([id for id in mine if group_of(id) in moved])

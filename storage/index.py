@@ -166,7 +166,7 @@ class ArenaIndex(Holdings):
             self.counters.checksum_failures += len(rows)
             self.counters.get_misses += len(rows)
             rows = np.unique(rows)
-            self.remove(rows[self.table["state"][rows] == SEALED])
+            self.lose(rows[self.table["state"][rows] == SEALED])
         self._close(claim)
 
     # -- removing ----------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,8 @@ class ArenaIndex(Holdings):
         first = first[where >= 0]
         existed = np.zeros(len(rows), np.bool_)
         existed[first] = self.table["state"][rows[first]] == SEALED
-        self.remove(rows[first])
+        self.lose(rows[existed])
+        self.remove(rows[first[~existed[first]]])
         return bits.packed(existed)
 
     def clear(self, prefix: bytes = b"") -> int:

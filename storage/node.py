@@ -12,7 +12,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -65,9 +65,18 @@ class NodeStore:
         self._owners = itertools.count(1)
         self._fence = 0  # grows with every removal: a promotion that began before one is void
         self._closed = False
+        self._on_lost: Callable[[Sequence[bytes]], None] | None = None
+        self._on_cleared: Callable[[bytes], object] | None = None
         if back is not None:
             for digest, record in back.described(10.0).items():
                 self._keep(digest, dict(record))
+
+    def watch(self, on_lost: Callable[[Sequence[bytes]], None], on_cleared: Callable[[bytes], object]) -> None:
+        """Have ``on_lost(ids)`` called with what was evicted, dropped or found damaged, and ``on_cleared(prefix)`` after every clear: on
+        the thread of the call that did it, without the lock. They return at once and raise nothing."""
+        with self._lock:
+            self._on_lost, self._on_cleared = on_lost, on_cleared
+            self.arena.index.lost = []
 
     def owner(self) -> int:
         """A number for one connection, or one caller in this process. End it with :meth:`disconnect`."""
@@ -136,10 +145,11 @@ class NodeStore:
             count = index.clear(prefix)
         if self.behind is not None:
             self.behind.on_cleared(prefix)
-        if self.back is None:
-            return count
-        self.back.clear(timeout_s, prefix)
-        return len(seen)
+        if self.back is not None:
+            self.back.clear(timeout_s, prefix)
+        if self._on_cleared is not None:
+            self._on_cleared(prefix)
+        return count if self.back is None else len(seen)
 
     def scan(self, prefix: bytes, timeout_s: float) -> npt.NDArray[np.uint8]:
         """(n, 64) ids of the visible objects, here and behind, as of the call."""
@@ -186,7 +196,13 @@ class NodeStore:
         with self._lock:
             if self._closed:
                 raise StoreClosed("the store of this node is closed")
-            yield self.arena.index
+            index = self.arena.index
+            yield index
+            lost, tell = index.lost, self._on_lost
+            if lost:
+                index.lost = []
+        if lost and tell is not None:
+            tell([id for part in lost for id in unpacked(part)])
 
     def _keep(self, digest: bytes, record: dict[str, str]) -> None:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
