@@ -23,8 +23,10 @@ Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
+AnyPort: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}$")]
 
+_STORE_NAME = 31
 _BYTES: dict[str, Any] = {"unit": "bytes"}
 
 #: Legal values that this version cannot do yet: setting -> values. One table; delete an entry when its feature lands.
@@ -121,7 +123,7 @@ class CacheConfig(Section):
 
 
 class StorageConfig(Section):
-    """The storage tier (L3): one store per node, shared by all replicas."""
+    """The storage tier (L3): a store on every node that has replicas; all of them together answer every replica."""
 
     backend: Literal["arena", "none"] = Field("arena", description="shared-memory arena, or no storage tier")
     size: Size = Field(512 * 1024**2, description="hard cap of one node's store", json_schema_extra=_BYTES)
@@ -129,6 +131,49 @@ class StorageConfig(Section):
     lease_s: Seconds = Field(30.0, description="how long a reader may hold an object before its bytes may be reused")
     batch: Count = Field(128, description="most objects of one call to the store; a longer transfer makes several")
     name: Name = Field("hicache-storage", description="name of the store; clusters on one machine need different ones")
+    huge_pages: Literal["auto", "off"] = Field("auto", description="whether the arena asks the system for huge pages")
+    pending: Size | None = Field(
+        None,
+        description="most bytes that all writers of a node may have under way; more are dropped and counted; null: a quarter of size",
+        json_schema_extra=_BYTES,
+    )
+    workers: Annotated[int, Field(ge=2, le=16)] = Field(2, description="threads of a rank that may wait for storage at once")
+    disk_path: str | None = Field(
+        None, description="folder on each node's disk, where what is stored survives a restart; null: in memory only"
+    )
+    disk_size: Size = Field(8 * 1024**3, description="hard cap of what one node's store takes on disk", json_schema_extra=_BYTES)
+    fsync: Literal["never", "batch", "always"] = Field("batch", description="what a loss of power may take of the disk, for speed")
+    direct: Literal["auto", "on", "off"] = Field("auto", description="whether the disk is read and written past the page cache")
+    write_behind: Size | None = Field(
+        None,
+        description="bytes that may wait to be written to disk; what exceeds them stays in memory only; null: a quarter of size",
+        json_schema_extra=_BYTES,
+    )
+    placement: Literal["writer", "home"] = Field(
+        "writer", description="where bytes lie: on the node that wrote them, or on the node that its prefix belongs to"
+    )
+    replicas: Annotated[int, Field(ge=1, le=2)] = Field(1, description="nodes that keep a copy of each object")
+    host: str = Field("127.0.0.1", description="address at which the other nodes reach a node's store; auto: the node's own, as Ray knows it")
+    port: AnyPort = Field(0, description="port for the other nodes; 0: any that is free")
+    streams: Annotated[int, Field(ge=1, le=16)] = Field(2, description="connections that a large read from another node is spread over")
+    flight_port: AnyPort | None = Field(None, description="port of an Arrow Flight endpoint on each node; 0: any that is free; null: none")
+    label: str = Field("", description="Ray node label whose value is the failure domain of a node; empty: each node is its own")
+
+    @model_validator(mode="after")
+    def _storage_fits(self) -> Self:
+        for name in ("pending", "write_behind"):
+            value = getattr(self, name)
+            if value is not None and value > self.size:
+                raise ValueError(f"storage.{name} is {value}; it must be at most storage.size ({self.size}), in which those bytes lie")
+        if self.port and self.port == self.flight_port:
+            raise ValueError(f"storage.flight_port is {self.port}, and so is storage.port; choose different ports")
+        if self.disk_path is not None and not self.disk_path.startswith("/"):
+            raise ValueError(f'storage.disk_path is "{self.disk_path}"; every node opens it by itself, so write the whole path, from / on')
+        if len(self.name) > _STORE_NAME:
+            raise ValueError(f'storage.name is "{self.name}"; use at most {_STORE_NAME} characters, because the name of a node is added')
+        if not self.host:
+            raise ValueError("storage.host is empty; write an address of the node, or auto")
+        return self
 
 
 class EngineConfig(Section):
