@@ -32,6 +32,8 @@ from hicache_ray.config_sources import masked
 from hicache_ray.errors import ConfigError, HiCacheError
 from hicache_ray.families import canonical_type
 
+log = logging.getLogger("hicache_ray.actors")
+
 PREPARE_S = 300.0
 DEPLOY_S = 300.0
 #: An actor that does not close itself within this time is killed.
@@ -99,7 +101,7 @@ class Cluster:
         self._deploy(replicas)
 
     def _deploy(self, replicas: int) -> None:
-        app, name = application(self.config, self.prepared, self.socket, replicas, self.deployment), self.config.serve.name
+        app, name = application(self.config, self.prepared, replicas, self.deployment), self.config.serve.name
         target = serve.RunTarget(app, name=name, route_prefix="/", logging_config={"log_level": "WARNING"})
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         until = time.monotonic() + DEPLOY_S
@@ -149,7 +151,7 @@ def _bring_up(cluster: Cluster, begun: ExitStack, address: str | None, progress:
     progress("starting Ray")
     ours = address is None and not ray.is_initialized()
     if ours and config.storage.backend != "none":
-        begun.callback(storage.sweep, arena_config(config))  # when all processes are gone
+        begun.callback(storage.sweep, config.storage.directory, config.storage.name)  # when all processes are gone
     _connect(config, begun, address)
     if config.storage.backend != "none":
         progress("starting storage")
@@ -177,13 +179,15 @@ def _connect(config: Config, begun: ExitStack, address: str | None) -> None:
 
 
 def _start_storage(cluster: Cluster, begun: ExitStack, ours: bool) -> None:
-    arena = arena_config(cluster.config)
-    found = storage.ensure(arena, ray.get_runtime_context().get_node_id())
-    cluster.socket = found.socket
-    if found.made:  # one that was there before belongs to somebody else
+    """The store belongs to whoever made its directory; replicas make the storage actors of the other nodes."""
+    config, store = cluster.config, cluster.config.storage.name
+    if not living(lambda name: name == names.directory(store)):
         if not ours:
-            begun.callback(storage.sweep, arena)
-        begun.callback(_close, found.actor)
+            begun.callback(storage.sweep, config.storage.directory, store)
+        begun.callback(_quietly, storage.end, config)
+    if problem := storage.unreachable(config):
+        log.warning("%s", problem)
+    cluster.socket = storage.ensure(config, ray.get_runtime_context().get_node_id()).socket
 
 
 def _start_serve(config: Config, begun: ExitStack, ours: bool) -> None:

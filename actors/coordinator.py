@@ -28,7 +28,9 @@ from hicache_ray.records import Clear, Lane, Lookup, Outcome, Record, Tokens, la
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
 from hicache_ray.spec import Tier
-from hicache_ray.storage import ArenaClient
+from hicache_ray.storage.connect import open_store
+from hicache_ray.storage.owned import PREFIX
+from hicache_ray.store import Store
 from hicache_ray.story import Ended, Request, Sampled
 
 #: How long a rank may take to let go of storage.
@@ -56,7 +58,7 @@ class CoordinatorShell:
     def __init__(self, setup: GroupSetup) -> None:
         self.setup = setup
         self.driver: Driver | None = None
-        self.store = ArenaClient(setup.socket) if setup.socket else None
+        self.store = open_store(setup.socket) if setup.socket else None
         self.tags: Mapping[str, tuple[bytes, ...]] = {}
         self.ranks = RankHandles(())
         self.begun = Begun()
@@ -122,13 +124,15 @@ class CoordinatorShell:
         if self.driver is not None:
             self.driver.cache.res.index.clear_durable()
 
-    async def storage_died(self) -> None:
-        """The node's storage has crashed. We and the ranks let go of its memory, so that there is room for the next incarnation, and find
-        that by ourselves; what it knew is gone."""
+    async def storage_died(self, arena: str) -> None:
+        """The storage of a node has crashed; ``arena``: its name. If it is ours, we and the ranks let go of its memory, so that there is
+        room for the next incarnation, and find that by ourselves; what it knew may be gone."""
+        if f"/{PREFIX}{arena}/" not in self.setup.socket:
+            return
         await self.forget_storage()
         if self.store is None:
             return
-        old, self.store = self.store, ArenaClient(self.setup.socket)
+        old, self.store = self.store, open_store(self.setup.socket)
         if self.driver is not None:
             self.driver.store = self.store
         # Those that are dead or frozen are found by others.
@@ -153,7 +157,7 @@ class CoordinatorShell:
         if self.attached:
             return
         await asyncio.gather(*(answer(rank.attach_storage.remote(), REOPEN_S) for rank in self.ranks.handles))
-        self.attached, self.store = True, ArenaClient(self.setup.socket)
+        self.attached, self.store = True, open_store(self.setup.socket)
         if self.driver is not None:
             self.driver.attach(self.store)
         await asyncio.to_thread(self._describe)
@@ -269,7 +273,7 @@ class CoordinatorShell:
         return os.getpid()
 
 
-def _count(store: ArenaClient, prefix: bytes, timeout_s: float) -> int:
+def _count(store: Store, prefix: bytes, timeout_s: float) -> int:
     return sum(1 for _ in store.scan(prefix, timeout_s))
 
 

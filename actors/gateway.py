@@ -28,6 +28,7 @@ ASK_S = 10.0
 FLUSH_S = 30.0
 #: Longest wait for the endpoint to bind.
 START_S = 60.0
+STORAGE = "storage"
 
 
 class ClusterBackend:
@@ -45,13 +46,12 @@ class ClusterBackend:
             busy = [name for name, n in (await self._ask(replicas, "active")).items() if n]
             if busy:
                 raise Busy(f"requests are under way on {len(busy)} of {len(replicas)} replicas; give timeout_s to wait for them")
-        # The last of these to empty L3 does so when all others have nothing in flight from before.
-        wait = (timeout_s or FLUSH_S) + (FLUSH_S if "storage" in tiers else 0) + ASK_S
-        done = await asyncio.gather(
-            *(answer(c.flush.remote(list(tiers), timeout_s), wait) for c in replicas.values()), return_exceptions=True
-        )
-        _require_all(dict(zip(replicas, done, strict=True)))
-        if "storage" in tiers:
+        # First all empty what is their own, and have nothing in flight from before; then one of them empties the stores of all nodes.
+        near = [tier for tier in tiers if tier != STORAGE]
+        await self._all(replicas, "flush", near, timeout_s, wait_s=(timeout_s or FLUSH_S) + ASK_S)
+        if STORAGE in tiers:
+            name, first = next(iter(replicas.items()))
+            await self._all({name: first}, "flush", [STORAGE], timeout_s or FLUSH_S, wait_s=(timeout_s or FLUSH_S) + FLUSH_S + ASK_S)
             await self._ask(replicas, "forget_storage")
         return len(replicas)
 
@@ -74,9 +74,13 @@ class ClusterBackend:
     async def plug(self, attached: bool) -> int:
         replicas = await self._some_coordinators()
         method = "attach_storage" if attached else "detach_storage"
-        calls = (answer(getattr(c, method).remote(), ASK_S) for c in replicas.values())
-        _require_all(dict(zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True)))
+        await self._all(replicas, method, wait_s=ASK_S)
         return len(replicas)
+
+    async def _all(self, actors: Mapping[str, Any], method: str, *args: Any, wait_s: float) -> None:
+        """Raise what kept one of them from doing it."""
+        calls = (answer(getattr(actor, method).remote(*args), wait_s) for actor in actors.values())
+        _require_all(dict(zip(actors, await asyncio.gather(*calls, return_exceptions=True), strict=True)))
 
     async def _some_coordinators(self) -> Mapping[str, Any]:
         replicas = await self._coordinators()

@@ -27,5 +27,9 @@ def is_storage(actor: str, name: str) -> bool:
     return actor.rpartition(":")[0] == f"{PREFIX}:storage:{name}"
 
 
+def directory(name: str) -> str:
+    return f"{PREFIX}:directory:{name}"
+
+
 def gateway(app: str) -> str:
     return f"{PREFIX}:gateway:{app}"

@@ -19,7 +19,8 @@ from hicache_ray.errors import GroupLost
 from hicache_ray.lease import Place
 from hicache_ray.records import Compute, Outcome, Record
 from hicache_ray.spec import CacheSpec, Component, Tier
-from hicache_ray.storage import ArenaClient
+from hicache_ray.storage.connect import open_store
+from hicache_ray.store import Store
 
 log = logging.getLogger("hicache_ray.actors")
 
@@ -28,8 +29,8 @@ JOIN_S = 30.0
 #: How much longer than its deadline a copy of an earlier incarnation may take to end.
 DRAIN_GRACE_S = 10.0
 #: Threads per kind of call. Forwards and copies run one after the other, in the order of the coordinator's calls; of transfers from and
-#: to storage two run at a time, so that a slow write does not keep a read waiting.
-GROUPS = {"compute": 1, "copy": 1, "store": 2, "control": 2}
+#: to storage ``storage.workers`` run at a time, two at least, so that a slow write does not keep a read waiting.
+GROUPS = {"compute": 1, "copy": 1, "control": 2}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RankShell:
         self.incarnation = 0
         self.lock = threading.Lock()
         self.running = 0
-        self.store: ArenaClient | None = None
+        self.store: Store | None = None
         self.attached = bool(setup.socket)
 
     @ray.method(concurrency_group="compute")
@@ -95,7 +96,7 @@ class RankShell:
         setup = self.setup
         tags = {name: of[setup.rank] for name, of in tags_of(self.spec, recipe).items()}
         if self.store is None and self.attached:
-            self.store = ArenaClient(setup.socket)
+            self.store = open_store(setup.socket)
         rank = Rank(setup.rank, self.spec, self.pools, tags, setup.config.storage.batch)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
         if note := self_test(rank, self.executor, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
@@ -160,7 +161,7 @@ class RankShell:
         old = self.store
         if old is None:
             return
-        self.store = self.executor.store = ArenaClient(self.setup.socket)
+        self.store = self.executor.store = open_store(self.setup.socket)
         old.close()
 
     @ray.method(concurrency_group="control")
@@ -176,7 +177,7 @@ class RankShell:
     def attach_storage(self) -> None:
         self.attached = True
         if self.store is None:
-            self.store = self.executor.store = ArenaClient(self.setup.socket)
+            self.store = self.executor.store = open_store(self.setup.socket)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:
@@ -188,5 +189,11 @@ def drain_s(config: Config) -> float:
     return max(config.cache.prefetch_timeout_cap_s, config.cache.load_deadline_s) + DRAIN_GRACE_S
 
 
-OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "concurrency_groups": GROUPS}
-RankActor: Any = ray.remote(**OPTIONS)(RankShell)
+OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
+
+
+def rank_actor(config: Config) -> Any:
+    """The actor class of a rank: its threads depend on the configuration."""
+    options: dict[str, Any] = OPTIONS | {"concurrency_groups": GROUPS | {"store": config.storage.workers}}
+    made: Any = ray.remote(**options)(RankShell)
+    return made

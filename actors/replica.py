@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hicache_ray.actors import names
 from hicache_ray.actors.coordinator import Coordinator
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt
-from hicache_ray.actors.rank import JOIN_S, RankActor, RankSetup, drain_s
+from hicache_ray.actors.rank import JOIN_S, RankSetup, drain_s, rank_actor
 from hicache_ray.actors.remote import answer, cause
 from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of, tenant_namespaces
 from hicache_ray.config import Config
@@ -48,12 +48,13 @@ NAME_S = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a replica's actors go: its placement group (bundle 0 is the replica's own), its names, the arena of its node."""
+    """Where a replica's actors go: its placement group (bundle 0 is the replica's own), its names. ``socket``: of its node's storage, empty
+    for none."""
 
     app: str
     replica: str
     group: PlacementGroup | None
-    socket: str
+    socket: str = ""
 
 
 @dataclass
@@ -150,7 +151,8 @@ class CacheGroup:
         # Set before torch is imported: later it would be too late, and the results would be other bits.
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         gpus = 1 if self.config.model.device == "cuda" else 0
-        return RankActor.options(**self._at(rank + 1), num_gpus=gpus, runtime_env={"env_vars": env}).remote(setup)
+        options = {**self._at(rank + 1), "num_gpus": gpus, "runtime_env": {"env_vars": env}}
+        return rank_actor(self.config).options(**options).remote(setup)
 
     async def _new_coordinator(self) -> Any:
         """In the place of the old one, whose name is free only when Ray has seen it die."""

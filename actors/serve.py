@@ -11,14 +11,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any
 
+import ray
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.util import get_current_placement_group
 
+from hicache_ray.actors import storage
 from hicache_ray.actors.messages import Prompt, unknown_tenant
 from hicache_ray.actors.replica import CacheGroup, Place
 from hicache_ray.actors.setup import Prepared
@@ -75,19 +78,26 @@ class Generate(BaseModel):
 class HiCacheDeployment:
     """One replica: owns a cache group. Use :func:`application` to bind it, or subclass it and bind your own."""
 
-    def __init__(self, config: Config, prepared: Prepared, app: str, socket: str) -> None:
+    def __init__(self, config: Config, prepared: Prepared, app: str) -> None:
         context = serve.get_replica_context()
         self.replica = context.replica_id.unique_id
         self.config = config
-        self.group = CacheGroup(config, prepared, Place(app, self.replica, get_current_placement_group(), socket))
+        self.group = CacheGroup(config, prepared, Place(app, self.replica, get_current_placement_group()))
         self._starting: asyncio.Task[None] | None = None
         self._running: set[str] = set()
 
     async def ready(self) -> None:
         """The group is up; the first caller starts it."""
         if self._starting is None:
-            self._starting = asyncio.get_running_loop().create_task(self.group.start())
+            self._starting = asyncio.get_running_loop().create_task(self._start())
         await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        if self.config.storage.backend != "none":
+            node = ray.get_runtime_context().get_node_id()
+            found = await asyncio.to_thread(storage.ensure, self.config, node)  # the first replica on a node makes it
+            self.group.place = replace(self.group.place, socket=found.socket)
+        await self.group.start()
 
     async def check_health(self) -> None:
         """Called by Serve now and then. The replica heals its group itself, so only a start that failed is reported."""
@@ -222,7 +232,7 @@ class HttpDeployment(HiCacheDeployment):
         return StreamingResponse(_events(head, parts), media_type="text/event-stream")
 
 
-def application(config: Config, prepared: Prepared, socket: str, replicas: int, deployment: Any = None) -> serve.Application:
+def application(config: Config, prepared: Prepared, replicas: int, deployment: Any = None) -> serve.Application:
     """The deployment, bound. Each replica gets a placement group: one bundle for itself and its coordinator, one per rank.
 
     ``deployment``: one of your own over a subclass of :class:`HiCacheDeployment`; none: :class:`HttpDeployment`. Deployed again with
@@ -234,7 +244,7 @@ def application(config: Config, prepared: Prepared, socket: str, replicas: int, 
     chosen: Any = deployment or HttpDeployment
     sized = chosen.options(
         # Without a version of ours Serve takes every deploy for new code and replaces all replicas, caches and all.
-        version=hashlib.sha256(f"{config!r}{prepared!r}{app}{socket}".encode()).hexdigest()[:16],
+        version=hashlib.sha256(f"{config!r}{prepared!r}{app}".encode()).hexdigest()[:16],
         _internal=True,
         num_replicas=replicas,
         max_ongoing_requests=config.engine.max_queue + 1 + REFUSABLE,
@@ -244,5 +254,5 @@ def application(config: Config, prepared: Prepared, socket: str, replicas: int, 
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": 0.1},
     )
-    bound: serve.Application = sized.bind(config, prepared, app, socket)
+    bound: serve.Application = sized.bind(config, prepared, app)
     return bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
-from hicache_ray.storage import ArenaConfig
+from hicache_ray.storage import ArenaConfig, ShardConfig
+from hicache_ray.storage.node_config import NodeConfig
 
 SHARED_MEMORY = "/dev/shm"
+LOOPBACK = "127.0.0.1"
+#: Letters of a node's id in the names of its files.
+NODE_LETTERS = 8
 #: Least time that a writer to storage is given, and how much more than the longest transfer.
 HOLD_S, HOLD_MARGIN_S = 30.0, 10.0
 
@@ -87,21 +91,63 @@ def check_capacities(config: Config, spec: CacheSpec) -> None:
             raise ConfigError(f"the host pool of component {name!r} would hold nothing; raise cache.host_size or cache.host_ratio")
 
 
-def arena_config(config: Config) -> ArenaConfig:
-    """Settings of the node's arena. Raises :class:`ConfigError` where shared memory, or the folder, has less room."""
-    directory = config.storage.directory or SHARED_MEMORY
+@dataclass(frozen=True)
+class Here:
+    """A node as Ray knows it. ``node``: its id; ``name``: the one it was given, empty where it has none."""
+
+    node: str = "0" * 56
+    address: str = LOOPBACK
+    name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def arena_name(config: Config, node: str) -> str:
+    """Of a node's arena: several nodes may be one machine."""
+    return f"{config.storage.name}-{node[:NODE_LETTERS]}"
+
+
+def arena_config(config: Config, here: Here | None = None) -> ArenaConfig:
+    """Settings of a node's arena. Raises :class:`ConfigError` where shared memory, or the folder, has less room."""
+    store = config.storage
+    directory = store.directory or SHARED_MEMORY
     if not Path(directory).is_dir():
         raise ConfigError(f'storage.directory is "{directory}", which is not a folder; make it, or choose another')
     free = shutil.disk_usage(directory).free
-    if config.storage.size > free:
-        where = "shared memory" if config.storage.directory is None else directory
+    if store.size > free:
+        where = "shared memory" if store.directory is None else directory
         raise ConfigError(
-            f"storage.size is {format_size(config.storage.size)} and {where} has {format_size(free)} free; lower storage.size, or set "
+            f"storage.size is {format_size(store.size)} and {where} has {format_size(free)} free; lower storage.size, or set "
             "storage.directory to a folder on a disk (slower, file-backed)"
         )
     # A writer may take as long as the longest transfer; after that its reservation is void, and so is what it wrote.
     hold_s = max(HOLD_S, config.cache.prefetch_timeout_cap_s + HOLD_MARGIN_S)
-    return ArenaConfig(config.storage.name, config.storage.size, directory, lease_s=config.storage.lease_s, hold_s=hold_s)
+    return ArenaConfig(
+        arena_name(config, (here or Here()).node),
+        store.size,
+        directory,
+        lease_s=store.lease_s,
+        hold_s=hold_s,
+        pending_bytes=store.pending,
+        tenant_bytes=tenant_caps(config),
+        huge_pages=store.huge_pages,
+    )
+
+
+def node_config(config: Config, here: Here, token: str) -> NodeConfig:
+    """Settings of a node's storage; to be called on that node. ``token``: of the cluster's stores. Raises :class:`ConfigError`."""
+    store = config.storage
+    domain = here.labels.get(store.label, "") if store.label else ""
+    return NodeConfig(
+        here.node,
+        arena_config(config, here),
+        token,
+        here.address if store.host == "auto" else store.host,
+        store.port,
+        store.streams,
+        label=domain or here.node,
+        shard=ShardConfig(store.placement, store.replicas, store.workers),
+        flight_port=store.flight_port,
+    )
 
 
 def namespace_of(config: Config, model_id: str) -> Namespace:

@@ -153,7 +153,9 @@ class StorageConfig(Section):
         "writer", description="where bytes lie: on the node that wrote them, or on the node that its prefix belongs to"
     )
     replicas: Annotated[int, Field(ge=1, le=2)] = Field(1, description="nodes that keep a copy of each object")
-    host: str = Field("127.0.0.1", description="address at which the other nodes reach a node's store; auto: the node's own, as Ray knows it")
+    host: str = Field(
+        "127.0.0.1", description="address at which the other nodes reach a node's store; auto: the node's own, as Ray knows it"
+    )
     port: AnyPort = Field(0, description="port for the other nodes; 0: any that is free")
     streams: Annotated[int, Field(ge=1, le=16)] = Field(2, description="connections that a large read from another node is spread over")
     flight_port: AnyPort | None = Field(None, description="port of an Arrow Flight endpoint on each node; 0: any that is free; null: none")
