@@ -25,6 +25,7 @@ from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.checked import TRAILER_BYTES
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
 from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -159,10 +160,10 @@ def hold_client(store: Any, gate: Gate) -> Iterator[None]:
     copier = store._copier
     run = copier.run
 
-    def held(copies: Any, *args: Any) -> Any:
-        if any(copy.of_source for copy in copies):
+    def held(batch: Batch, *args: Any) -> Any:
+        if batch.of_source:
             gate.stop()
-        return run(copies, *args)
+        return run(batch, *args)
 
     copier.run = held
     yield
@@ -332,9 +333,9 @@ def slow_gets(store: Any, pause: Callable[[], None]) -> Iterator[None]:
     copier = store._copier
     run = copier.run
 
-    def slow(copies: Any, *args: Any) -> Any:
-        sums = run(copies, *args)
-        if not any(copy.of_source for copy in copies):
+    def slow(batch: Batch, *args: Any) -> Any:
+        sums = run(batch, *args)
+        if not batch.of_source:
             pause()
         return sums
 
