@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters since the store started (monotonic), and what it holds now. Sizes in bytes."""
+    """Counters since the store started (monotonic), and what it holds now. Sizes in bytes. ``writes_off``: why nothing new is stored now."""
 
     capacity_bytes: int
     used_bytes: int
@@ -60,6 +60,7 @@ class StoreStats:
     checksum_failures: int = 0
     evictions: int = 0
     leases: int = 0
+    writes_off: str = ""
 
 
 class Lent(Protocol):

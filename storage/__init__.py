@@ -1,10 +1,13 @@
 """L3: stores that keep pages by content. Import from here; the modules below are details.
 
-``MemoryStore`` (a dict, the oracle), ``ArenaService`` + ``ArenaClient`` (shared memory of one node), and wrappers that compose.
+``MemoryStore`` (a dict, the oracle), ``ArenaService`` + ``ArenaClient`` (shared memory of one node), ``DiskStore`` (a directory),
+and wrappers that compose.
 """
 
 from hicache_ray.storage.arena import ArenaAddress, ArenaConfig
 from hicache_ray.storage.client import ArenaClient
+from hicache_ray.storage.disk import DiskStore
+from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.memory import MemoryStore
 from hicache_ray.storage.owned import sweep
 from hicache_ray.storage.service import ArenaService
@@ -12,6 +15,7 @@ from hicache_ray.storage.session import ClientConfig
 from hicache_ray.storage.wrappers import CountingStore, FaultyStore, StoreWrapper
 
 __all__ = [
-    "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ClientConfig", "CountingStore", "FaultyStore", "MemoryStore",
+    "ArenaAddress", "ArenaClient", "ArenaConfig", "ArenaService", "ClientConfig", "CountingStore", "DiskConfig", "DiskStore",
+    "FaultyStore", "MemoryStore",
     "StoreWrapper", "sweep",
 ]  # fmt: skip

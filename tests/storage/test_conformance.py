@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, FaultyStore, MemoryStore
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, DiskConfig, DiskStore, FaultyStore, MemoryStore
 from hicache_ray.store import KEY_BYTES, SPACE_BYTES, TAG_BYTES, Store
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
@@ -18,13 +19,19 @@ from tests.storage.services import Process
 ALL = (1 << PAGES) - 1
 
 
-@pytest.fixture(params=["memory", "wrapped", "thread", "process"])
-def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: None) -> Iterator[Store]:
+@pytest.fixture(params=["memory", "wrapped", "disk", "thread", "process"])
+def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: None, tmp_path: Path) -> Iterator[Store]:
     """Room for PAGES pages."""
     if request.param in ("memory", "wrapped"):
         memory = MemoryStore(PAGES * PAGE)
         yield memory if request.param == "memory" else FaultyStore(CountingStore(memory))
         memory.check()
+        return
+    if request.param == "disk":
+        disk = DiskStore(DiskConfig(str(tmp_path), PAGES * PAGE + (64 << 10), segment_bytes=PAGES * PAGE))
+        yield disk
+        disk.check()
+        disk.close()
         return
     service = ArenaService(config).start() if request.param == "thread" else Process(config)
     client = ArenaClient(service.address)
