@@ -69,7 +69,7 @@ class DiskFiles:
         """Object bytes that fit at best."""
         whole = Geometry(self.config.segment, 1)
         room = self.config.size_bytes - self._others
-        count, rest = divmod(room, whole.file_bytes)
+        count, rest = divmod(room, whole.disk_bytes)
         part = geometry(BLOCK, self.config.segment, rest)
         return count * self.config.segment + (part.slots * BLOCK if part else 0)
 
@@ -89,7 +89,7 @@ class DiskFiles:
         number = self._next
         path = os.path.join(self.directory, f"hicache-{number:08d}.seg")
         self._next += 1
-        self.used += shape.file_bytes
+        self.used += shape.disk_bytes
         descriptor = -1
         try:
             descriptor = self._open_file(path, os.O_CREAT | os.O_EXCL)
@@ -101,7 +101,7 @@ class DiskFiles:
         except OSError:
             if descriptor >= 0:
                 self._close_file(descriptor)
-            self._unlink(path, shape.file_bytes)
+            self._unlink(path, shape.disk_bytes)
             raise
         self._open[number] = segment
         return segment
@@ -110,7 +110,7 @@ class DiskFiles:
         """Raises OSError where the file cannot be removed; it counts then, and is tried again with the next."""
         del self._open[segment.number]
         self._close_file(segment.file.descriptor)
-        size = segment.file.shape.file_bytes
+        size = segment.file.shape.disk_bytes
         for path, stray in list(self._strays.items()):
             del self._strays[path]
             self._unlink(path, stray)
@@ -187,6 +187,7 @@ class DiskFiles:
     def _try_direct(self) -> bool:
         """Whether a block can be written past the page cache. Also shows a file system that cannot be written at all."""
         assert self._lock is not None
+        self.port.fallocate(self._lock, BLOCK)  # else a write through the cache reserves a block that a direct one takes again
         write_all(self.port, self._lock, self.scratch[:BLOCK], 0)
         if self.config.direct == "off":
             return False
@@ -217,7 +218,7 @@ class DiskFiles:
         self._records_bytes = up(files.get(RECORDS, 0))
         self._next = max([int(match[1]) for name in files if (match := _SEGMENT.fullmatch(name))], default=0) + 1
         self._others = sum(up(size) for name, size in files.items() if not _SEGMENT.fullmatch(name))
-        least = Geometry(self.config.segment, 1).file_bytes
+        least = Geometry(self.config.segment, 1).disk_bytes
         if self.config.size_bytes - self._others < least:
             raise ConfigError(
                 f"storage.disk.size_bytes {self.config.size_bytes} leaves no room for a segment of {least} bytes beside the {self._others} "
@@ -239,7 +240,7 @@ class DiskFiles:
             raise
         if segment is not None:
             self._open[number] = segment
-            self.used += segment.file.shape.file_bytes - up(size)
+            self.used += segment.file.shape.disk_bytes - up(size)
             return
         self._close_file(descriptor)
         self.port.unlink(path)

@@ -70,6 +70,11 @@ class Geometry:
     def file_bytes(self) -> int:
         return self.footer + self.footer_room
 
+    @property
+    def disk_bytes(self) -> int:
+        """What the file may take: beside its bytes, blocks of the file system's own that map them (340 extents in one; half are full)."""
+        return self.file_bytes + BLOCK * (2 + (self.slots + self.slots // (BLOCK // RECORD_BYTES)) // 170)
+
     def at(self, slot: int) -> int:
         """Where a slot begins."""
         return self.data + slot * self.slot_bytes
@@ -84,7 +89,7 @@ def geometry(slot_bytes: int, segment_bytes: int, room: int) -> Geometry | None:
     """A segment of about ``segment_bytes`` of data that fits into ``room``; None where less than half of it would."""
     most = min(segment_bytes // slot_bytes, MAX_SLOTS)
     slots = min(most, max(room - RECORDS_OFFSET - _FOOTER_BASE, 0) // (slot_bytes + RECORD_BYTES + _FOOTER_ROW))
-    while slots and Geometry(slot_bytes, slots).file_bytes > room:
+    while slots and Geometry(slot_bytes, slots).disk_bytes > room:
         slots -= 1
     return Geometry(slot_bytes, slots) if slots and slots * 2 >= most else None
 

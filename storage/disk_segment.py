@@ -94,6 +94,7 @@ class Segment:
     def adopt(self, slots: Ints) -> None:
         """What the records say is in these slots is visible; the others are free."""
         self.state[:], self.state[slots] = FREE, SEALED
+        self.used[self.state == FREE] = 0
         self.free = array("I", np.flatnonzero(self.state == FREE)[::-1].tolist())
         self.sealed, self.used_sum = len(slots), int(self.used[slots].sum())
         self.newest = int(self.used[slots].max(initial=0))
@@ -210,7 +211,10 @@ def write_records(port: DiskOs, segment: Segment, blocks: Iterable[tuple[int, by
 
 
 def write_footer(port: DiskOs, segment: Segment, scratch: memoryview) -> None:
-    """For a segment that nobody writes to any more and that is not dirty. First the footer, then the pointer to it. Raises OSError."""
+    """For a segment that nobody writes to any more and that is not dirty. Raises OSError.
+
+    First the footer, then the pointer to it; a loss of power may reorder them, and then the checksum in the pointer says so.
+    """
     data = memoryview(pack_footer(segment.listing())).cast("B")
     shape, descriptor = segment.file.shape, segment.file.descriptor
     if len(data) > shape.footer_room:
@@ -219,8 +223,6 @@ def write_footer(port: DiskOs, segment: Segment, scratch: memoryview) -> None:
         part = data[start : start + len(scratch)]
         scratch[: len(part)] = part
         write_all(port, descriptor, scratch[: up(len(part))], shape.footer + start)
-    port.fdatasync(descriptor)
     scratch[:BLOCK] = form.pack_pointer(segment.file.uid, len(data), xxhash.xxh3_64_intdigest(data))
     write_all(port, descriptor, scratch[:BLOCK], form.POINTER_OFFSET)
-    port.fdatasync(descriptor)
     segment.has_footer, segment.footed = True, segment.newest
