@@ -10,7 +10,18 @@ import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, CountingStore, DiskConfig, DiskStore, FaultyStore, MemoryStore
+from hicache_ray.storage import (
+    ArenaClient,
+    ArenaConfig,
+    ArenaService,
+    CountingStore,
+    DiskConfig,
+    DiskStore,
+    FaultyStore,
+    MemoryStore,
+    TieredStore,
+    WriteBehind,
+)
 from hicache_ray.store import KEY_BYTES, SPACE_BYTES, TAG_BYTES, Store
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
@@ -19,7 +30,7 @@ from tests.storage.services import Process
 ALL = (1 << PAGES) - 1
 
 
-@pytest.fixture(params=["memory", "wrapped", "disk", "thread", "process"])
+@pytest.fixture(params=["memory", "wrapped", "disk", "tiered-front", "tiered-back", "thread", "process"])
 def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: None, tmp_path: Path) -> Iterator[Store]:
     """Room for PAGES pages."""
     if request.param in ("memory", "wrapped"):
@@ -32,6 +43,14 @@ def store(request: pytest.FixtureRequest, config: ArenaConfig, nothing_left: Non
         yield disk
         disk.check()
         disk.close()
+        return
+    if request.param.startswith("tiered"):  # all room on one side: the other refuses everything
+        rooms = (PAGES * PAGE, 1) if request.param == "tiered-front" else (1, PAGES * PAGE)
+        front, back = (MemoryStore(room) for room in rooms)
+        tiered = TieredStore(front, back, WriteBehind(front, back, 1))  # nor is anything written behind, which would count as a use
+        yield tiered
+        tiered.check()
+        tiered.close()
         return
     service = ArenaService(config).start() if request.param == "thread" else Process(config)
     client = ArenaClient(service.address)
