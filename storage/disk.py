@@ -28,8 +28,9 @@ from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_index import DiskIndex, Found, Plan
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import Claim, DiskLent
+from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
-from hicache_ray.storage.disk_work import Workers
+from hicache_ray.storage.disk_work import Batch, Workers
 from hicache_ray.storage.disk_write import Writer
 from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.store import Answer, Bytes, StoreStats
@@ -51,6 +52,8 @@ class DiskStore:
         try:
             self._index = DiskIndex(self._files, self._files.load())
             self._index.shrink()
+            if not self._files.tidy():
+                raise ConfigError(f"files in {config.directory} cannot be removed, and they exceed the cap; check the disk")
             self._descriptions = self._files.descriptions()
         except OSError as error:
             self._files.close()
@@ -80,6 +83,8 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 plan = self._index.reserve(ids, [array.nbytes for array in arrays], self._writable())
+            while plan.wanted is not None:
+                self._grow(plan, until)
             self._write(plan, [Write(placed, arrays[placed.number]) for placed in plan.placed], until)
             return sum(1 << i for i, id in enumerate(ids) if id in plan.visible)
 
@@ -152,7 +157,7 @@ class DiskStore:
         with self._call(timeout_s) as until, self._locked(until):
             counted = self._index.counters
             return StoreStats(
-                capacity_bytes=max(self._files.capacity, self._index.used_bytes), used_bytes=self._index.used_bytes,
+                capacity_bytes=max(self._files.capacity, self._index.slots.used_bytes), used_bytes=self._index.slots.used_bytes,
                 objects=len(self._index), puts=counted.puts, put_refused=counted.put_refused, gets=counted.gets,
                 get_misses=counted.get_misses, checksum_failures=counted.checksum_failures, evictions=counted.evictions,
                 leases=len(self._leases), writes_off=self._off[0] if self._off else "",
@@ -166,7 +171,7 @@ class DiskStore:
             self._closed = True
             self._lock.wait_for(lambda: not self._calls, _CLOSE_S)
         try:
-            self._writer.leave(list(self._index.segments.values()), time.monotonic() + _CLOSE_S)
+            self._writer.leave(self._index.segments(), time.monotonic() + _CLOSE_S)
         except (StoreError, OSError):
             pass  # the next start reads the records instead
         finally:
@@ -192,7 +197,7 @@ class DiskStore:
         Columns: space, group, digest, tag (bytes), length, checksum, sequence, used, segment, slot, offset (of the object in its file).
         """
         with self._call(self.config.lease_s) as until, self._locked(until):
-            listings = [segment.listing() for segment in self._index.segments.values()]
+            listings = [segment.listing() for segment in self._index.segments()]
         return disk_footer.export(path, listings)
 
     def disk_bytes(self) -> int:
@@ -242,13 +247,32 @@ class DiskStore:
 
     @contextmanager
     def _locked(self, until: float | None = None) -> Iterator[None]:
-        """Nothing waits for the disk under the lock but the making of a segment. Raises StoreTimeout."""
+        """Nothing waits for the disk under the lock but ``describe``. Raises StoreTimeout."""
         if not self._lock.acquire(timeout=-1 if until is None else max(until - time.monotonic(), 0.0)):
             raise StoreTimeout("the store is busy")
         try:
             yield
         finally:
             self._lock.release()
+
+    def _grow(self, plan: Plan, until: float) -> None:
+        """Make the segment that the plan waits for, and go on with it. Raises StoreTimeout; the segment is used by others then."""
+        made: list[Segment] = []
+        shape = plan.wanted
+        assert shape is not None
+
+        def job(staging: memoryview, batch: Batch) -> None:
+            made.append(self._files.make(shape, staging))
+
+        def abandoned() -> None:
+            with self._lock:
+                self._index.grown(plan, made[0] if made else None, None)
+                self._index.abandon(plan)
+
+        (error,) = self._workers.run([job], until, abandoned)
+        with self._lock:
+            self._index.grown(plan, made[0] if made else None, error)
+            self._index.proceed(plan)
 
     def _write(self, plan: Plan, writes: Sequence[Write], until: float) -> None:
         """Steps 1 to 4. Raises StoreTimeout; the slots are free then as soon as the disk lets go of them."""
@@ -328,7 +352,7 @@ class DiskStore:
     def _forget(self, until: float) -> None:
         """Write what a drop changed: all of it, because an older copy of an object may wait to be overwritten elsewhere."""
         with self._lock:
-            segments = list(self._index.segments.values())
+            segments = self._index.segments()
         self._writer.forget(segments, until)
 
     def _writable(self) -> bool:

@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import secrets
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,7 +32,7 @@ _SCRATCH = 16 * BLOCK
 
 
 class DiskFiles:
-    """Opened and locked by construction. Not thread-safe. ``used``: bytes that count against the cap."""
+    """Opened and locked by construction. ``used``: bytes that count against the cap."""
 
     def __init__(self, config: DiskConfig, port: DiskOs) -> None:
         """Raises ConfigError and leaves nothing open."""
@@ -39,6 +40,8 @@ class DiskFiles:
         self.directory = config.directory
         self.used = 0
         self.scratch = memoryview(mmap.mmap(-1, _SCRATCH))
+        self._books, self._making = threading.Lock(), threading.Lock()  # of the numbers here; of who makes or removes files
+        self._given_up: list[Segment] = []  # their files are to be removed
         self._strays: dict[str, int] = {}  # files that could not be removed
         self._next = 1
         self._records_bytes = 0
@@ -84,39 +87,57 @@ class DiskFiles:
             raise ConfigError(self._sentence(error)) from error
         return list(self._open.values())
 
-    def create(self, shape: Geometry) -> Segment:
-        """A new segment, which must fit into ``room``. Raises OSError; what is left then is removed, or counts."""
-        number = self._next
-        path = os.path.join(self.directory, f"hicache-{number:08d}.seg")
-        self._next += 1
-        self.used += shape.disk_bytes
-        descriptor = -1
-        try:
-            descriptor = self._open_file(path, os.O_CREAT | os.O_EXCL)
-            file = SegmentFile(number, path, descriptor, secrets.randbits(64), shape)
-            segment = disk_segment.create(self.port, file, self.scratch)
-            if self.config.fsync != "never":
-                self.port.fdatasync(descriptor)
-                self._sync_directory()
-        except OSError:
-            if descriptor >= 0:
-                self._close_file(descriptor)
-            self._unlink(path, shape.disk_bytes)
-            raise
-        self._open[number] = segment
-        return segment
+    def claim(self, shape: Geometry) -> None:
+        """Take room for a segment; ``make`` makes it, or gives the room back."""
+        with self._books:
+            self.used += shape.disk_bytes
 
-    def remove(self, segment: Segment) -> None:
-        """Raises OSError where the file cannot be removed; it counts then, and is tried again with the next."""
-        del self._open[segment.number]
-        self._close_file(segment.file.descriptor)
-        size = segment.file.shape.disk_bytes
-        for path, stray in list(self._strays.items()):
-            del self._strays[path]
-            self._unlink(path, stray)
-        self._unlink(segment.file.path, size)
-        if segment.file.path in self._strays:
-            raise OSError(errno.EIO, f"{segment.file.path} cannot be removed")
+    def give_up(self, segment: Segment) -> None:
+        """Its room may be claimed at once: what is given up is removed before anything is made."""
+        with self._books:
+            self.used -= segment.file.shape.disk_bytes
+            self._given_up.append(segment)
+
+    def make(self, shape: Geometry, scratch: memoryview) -> Segment:
+        """A new segment, in room that was claimed. Raises OSError; the room is given back then, or what could not be removed counts."""
+        with self._making:  # bounded as the calls in it are; the caller has a deadline
+            if not self.tidy():
+                self._return(shape.disk_bytes)
+                raise OSError(errno.EIO, f"a file in {self.directory} cannot be removed")
+            number, self._next = self._next, self._next + 1
+            path = os.path.join(self.directory, f"hicache-{number:08d}.seg")
+            descriptor = -1
+            try:
+                descriptor = self._open_file(path, os.O_CREAT | os.O_EXCL)
+                file = SegmentFile(number, path, descriptor, secrets.randbits(64), shape)
+                segment = disk_segment.create(self.port, file, scratch)
+                if self.config.fsync != "never":
+                    self.port.fdatasync(descriptor)
+                    self._sync_directory()
+            except OSError:
+                if descriptor >= 0:
+                    self._close_file(descriptor)
+                self._unlink(path, shape.disk_bytes)
+                raise
+            with self._books:
+                self._open[number] = segment
+            return segment
+
+    def tidy(self) -> bool:
+        """Remove what was given up; False where something could not be removed. That counts, and is tried again the next time."""
+        with self._books:
+            given_up, self._given_up = self._given_up, []
+            for segment in given_up:
+                self.used += segment.file.shape.disk_bytes
+                del self._open[segment.number]
+            strays, self._strays = self._strays, {}
+        for segment in given_up:
+            self._close_file(segment.file.descriptor)
+            self._unlink(segment.file.path, segment.file.shape.disk_bytes)
+        for path, size in strays.items():
+            self._unlink(path, size)
+        with self._books:
+            return not self._strays
 
     def descriptions(self) -> dict[bytes, dict[str, str]]:
         """What was kept of them; nothing where the file is missing or damaged. Raises OSError."""
@@ -140,7 +161,8 @@ class DiskFiles:
         if size > self.room:
             return False
         path, temporary = (os.path.join(self.directory, name) for name in (RECORDS, TEMPORARY))
-        self.used += size
+        with self._books:
+            self.used += size
         try:
             descriptor = self.port.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
@@ -153,7 +175,7 @@ class DiskFiles:
         except OSError:
             self._unlink(temporary, size)
             raise
-        self.used -= self._records_bytes
+        self._return(self._records_bytes)
         self._records_bytes = size
         return True
 
@@ -262,9 +284,14 @@ class DiskFiles:
         except FileNotFoundError:
             pass
         except OSError:
-            self._strays[path] = size
+            with self._books:
+                self._strays[path] = size
             return
-        self.used -= size
+        self._return(size)
+
+    def _return(self, size: int) -> None:
+        with self._books:
+            self.used -= size
 
     def _sync_directory(self) -> None:
         descriptor = self.port.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -138,19 +138,16 @@ class Killer(CountingOs):
             os.kill(os.getpid(), 9)
 
 
-def write_much(directory: Path, nth: int, acknowledge: Callable[[int], None] = lambda puts: None) -> int:
-    """200 puts, some reads and drops between them; returns how many calls of the system that took."""
-    port = Killer(nth)
-    store = DiskStore(small(directory, io_threads=3, direct="off"), os_port=port)
-    for i in range(200):
+def write_on(directory: Path, first: int, nth: int, acknowledge: Callable[[], object]) -> None:
+    """Puts from number ``first`` on, some reads and drops between them, until the ``nth`` call of the system, which is the last."""
+    store = DiskStore(small(directory, io_threads=3, direct="off"), os_port=Killer(nth))
+    for i in range(first, first + nth):
         put(store, batch(i))
-        acknowledge(i)
+        acknowledge()
         if i % 16 == 7:
             store.drop([name(batch(i - 3)[0])], TIMEOUT_S)
         if i % 16 == 11:
             get(store, batch(i - 5))
-    store.close()
-    return port.calls.total()
 
 
 def batch(number: int) -> list[int]:
@@ -159,19 +156,15 @@ def batch(number: int) -> list[int]:
     return list(range(first, first + 1 + number % 3))
 
 
-def tell(pipe: int, puts: int) -> None:
-    os.write(pipe, bytes([puts]))
-
-
 def main() -> None:
-    """For every line ``directory nth``: fork a writer that dies at its ``nth`` call, and say how many puts it had been told are visible."""
+    """For every line ``directory first nth``: fork a writer that dies at its ``nth`` call. Prints its status and how many puts it saw."""
     for line in sys.stdin:
-        directory, nth = line.split()
+        directory, first, nth = line.split()
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
             try:
-                write_much(Path(directory), int(nth), partial(tell, writing))
+                write_on(Path(directory), int(first), int(nth), partial(os.write, writing, b"1"))
             finally:
                 os._exit(1)  # not reached where the writer was killed
         os.close(writing)

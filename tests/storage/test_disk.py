@@ -65,7 +65,7 @@ def test_footers_are_used_and_are_taken_back_before_the_first_write(tmp_path: Pa
     store.close()
     store = DiskStore(small(crashed))
     assert visible(store) == [0, 3, 6, 9]  # the block of records was written whole again, the footer is of no more use
-    assert not any(segment.has_footer for segment in store._index.segments.values())
+    assert not any(segment.has_footer for segment in store._index.segments())
     sound(store)
     store.close()
 
@@ -425,7 +425,7 @@ def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path:
     store.close()
     store.check()
     assert store._index.reserved == {}
-    assert store._index._pins == {}
+    assert store._index.slots.pins == {}
 
 
 def test_a_put_that_a_clear_overtakes_stores_nothing(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, fsync: str) 
 
 def _may_go(store: DiskStore) -> list[int]:
     """What the next put may evict: all but what is sure to stay is more than enough here, so the least recently used dozen."""
-    listings = [segment.listing() for segment in store._index.segments.values()]
+    listings = [segment.listing() for segment in store._index.segments()]
     uses = [
         (int(use), int.from_bytes(bytes(row["id"][:48]), "big")) for at in listings for use, row in zip(at.used, at.records, strict=True)
     ]
