@@ -400,7 +400,7 @@ def test_a_full_disk_turns_writes_off_and_they_come_back(tmp_path: Path) -> None
     store.close()
 
 
-@pytest.mark.parametrize("call", ["pread", "pwrite"])
+@pytest.mark.parametrize("call", ["pread", "pwrite", "fallocate"])
 def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path: Path, call: str) -> None:
     hang, free = threading.Event(), threading.Event()
 
@@ -411,10 +411,11 @@ def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path:
     store = DiskStore(small(tmp_path, io_threads=2), os_port=CountingOs(strike))
     put(store, [0, 3])
     hang.set()
-    target = np.zeros(size_of(0), np.uint8)
+    number = {"pread": 0, "pwrite": 6, "fallocate": 1}[call]  # 1 is the first of its size
+    target = np.zeros(size_of(number), np.uint8)
     ask = store.get if call == "pread" else store.put
     with pytest.raises(StoreTimeout):
-        ask([name(0 if call == "pread" else 6)], [target], 0.05)
+        ask([name(number)], [target], 0.05)
     assert visible(store) == [0, 3]  # what needs no disk is answered
     store.check()
     hang.clear()
