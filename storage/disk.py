@@ -25,9 +25,10 @@ from hicache_ray.storage import disk_footer
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.disk_files import DiskFiles
-from hicache_ray.storage.disk_index import DiskIndex, Found, Plan
+from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
-from hicache_ray.storage.disk_lease import Claim, DiskLent
+from hicache_ray.storage.disk_lease import DiskLent, Leases
+from hicache_ray.storage.disk_plan import Found, Plan
 from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
 from hicache_ray.storage.disk_work import Batch, Workers
@@ -64,9 +65,8 @@ class DiskStore:
         self._lock = threading.Condition(threading.Lock())
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
-        self._leases: dict[int, Claim] = {}
-        self._next_lease = 1
-        self._lease_bytes = self._calls = 0
+        self._leases = Leases(self._index, clock, config.lease_s, config.lease_bytes)
+        self._calls = 0
         self._off: tuple[str, float] | None = None  # why writes are off, and until when
         self._closed = False
 
@@ -106,15 +106,13 @@ class DiskStore:
         require_ids(ids)
         with self._call(timeout_s) as until:
             with self._locked(until):
-                found = self._within(self._index.take(ids))
-                size = sum(item.length for item in found if item is not None)
-                self._lease_bytes += size
+                found, size = self._leases.admit(self._index.take(ids))
             reads = [None if item is None else Read(item, np.empty(item.length, np.uint8)) for item in found]
             try:
                 self._read([read for read in reads if read is not None], found, until)
             except BaseException:
                 with self._locked():
-                    self._lease_bytes -= size
+                    self._leases.forgo(size)
                 raise
             return self._lend(found, reads, size)
 
@@ -235,9 +233,7 @@ class DiskStore:
             if self._closed:
                 raise StoreClosed("this handle of the store is closed")
             self._calls += 1
-            now = self.clock()
-            for lease in [lease for lease, claim in self._leases.items() if claim.until <= now]:
-                self._end(lease)
+            self._leases.expire()
         try:
             yield until
         finally:
@@ -312,42 +308,17 @@ class DiskStore:
         with suppress(StoreError):  # their records are dirty and go with the next write
             self._writer.flush({item.segment for item in bad.values()}, until, False)
 
-    def _within(self, found: Sequence[Found | None]) -> list[Found | None]:
-        """What of it still fits into the memory of leases; the rest is let go."""
-        room = self.config.lease_bytes - self._lease_bytes
-        kept: list[Found | None] = []
-        for item in found:
-            if item is not None and item.length > room:
-                self._index.release([item])
-                self._index.counters.get_misses += 1
-                item = None
-            room -= item.length if item is not None else 0
-            kept.append(item)
-        return kept
-
     def _lend(self, found: Sequence[Found | None], reads: Sequence[Read | None], size: int) -> DiskLent:
         views = [read.target.data.toreadonly() if read is not None and read.fits else None for read in reads]
         with self._lock:
             self._index.release([item for item, view in zip(found, views, strict=True) if view is None])
-            held = [item for item, view in zip(found, views, strict=True) if view is not None]
-            until, lease = self.clock() + self.config.lease_s, self._next_lease
-            if held:
-                self._leases[lease] = Claim(until, held, size)
-                self._next_lease += 1
-            else:
-                self._lease_bytes -= size
+            lease, until = self._leases.open([item for item, view in zip(found, views, strict=True) if view is not None], size)
 
         def end() -> None:
             with self._lock:
-                self._end(lease)
+                self._leases.end(lease)
 
-        return DiskLent(views, until, self.clock, end if held else lambda: None)
-
-    def _end(self, lease: int) -> None:
-        claim = self._leases.pop(lease, None)
-        if claim is not None:
-            self._index.release(claim.found)
-            self._lease_bytes -= claim.size
+        return DiskLent(views, until, self.clock, end)
 
     def _forget(self, until: float) -> None:
         """Write what a drop changed: all of it, because an older copy of an object may wait to be overwritten elsewhere."""

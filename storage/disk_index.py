@@ -10,61 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from hicache_ray.storage import bits
 from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slot_size
+from hicache_ray.storage.disk_plan import Found, Placed, Plan
 from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment
 from hicache_ray.storage.disk_slots import SlotMap, mean_use, place, require
 from hicache_ray.storage.disk_table import PlaceTable, hashes, hashes_of
 from hicache_ray.storage.index import Counters
 from hicache_ray.store import Answer
-
-
-class Found(NamedTuple):
-    """A visible object, pinned."""
-
-    id: bytes
-    segment: Segment
-    slot: int
-    length: int
-    checksum: int
-    sequence: int
-
-
-class Placed(NamedTuple):
-    """A slot reserved for object ``number`` of the call."""
-
-    number: int
-    id: bytes
-    length: int
-    segment: Segment
-    slot: int
-    sequence: int
-
-
-@dataclass
-class Plan:
-    """One put. What was used at ``start`` or later is not evicted for it.
-
-    ``todo``: (number, id, length) of objects without a slot yet, the next one last. ``wanted``: the segment that must be made before
-    ``proceed`` can go on; its room is taken already. ``error``: why the disk gave no more room.
-    """
-
-    start: int
-    todo: list[tuple[int, bytes, int]]
-    wanted: Geometry | None = None
-    placed: list[Placed] = field(default_factory=list)
-    order: list[bytes] = field(default_factory=list)  # found and placed, in the order of the call
-    visible: set[bytes] = field(default_factory=set)
-    refused: int = 0
-    error: Exception | None = None
-    compared: set[int] = field(default_factory=set)
-    starved: set[int] = field(default_factory=set)
 
 
 class DiskIndex:
@@ -127,12 +84,13 @@ class DiskIndex:
                 plan.order.append(id)
             elif id not in self.reserved:
                 at = self._allocate(length, plan)
-                if at is not None:
-                    self._place(plan, Placed(number, id, length, *at, self.slots.tick + 1))
-                elif plan.wanted is not None:
-                    plan.todo.append((number, id, length))
-                else:
+                if at is None:
                     plan.refused += 1
+                elif isinstance(at, Geometry):
+                    plan.todo.append((number, id, length))
+                    plan.wanted = at
+                else:
+                    self._place(plan, Placed(number, id, length, *at, self.slots.tick + 1))
 
     def grown(self, plan: Plan, made: Segment | None, error: Exception | None) -> None:
         """The segment that the plan wanted, or why there is none: then nothing more is placed."""
@@ -285,8 +243,8 @@ class DiskIndex:
         plan.placed.append(placed)
         plan.order.append(placed.id)
 
-    def _allocate(self, length: int, plan: Plan) -> tuple[Segment, int] | None:
-        """A free slot, making room where there is none; or ``plan.wanted`` is set."""
+    def _allocate(self, length: int, plan: Plan) -> tuple[Segment, int] | Geometry | None:
+        """A free slot, making room where there is none; or the segment to make, whose room is taken; None where there is none to be had."""
         size, most = slot_size(length), self.files.config.segment
         while plan.error is None and length <= most:
             at = self.slots.take_free(size)
@@ -295,8 +253,7 @@ class DiskIndex:
             shape = geometry(size, most, self.files.room)
             if shape is not None:
                 self.files.claim(shape)
-                plan.wanted = shape
-                return None
+                return shape
             if not self._make_room(size, plan):
                 return None
         return None

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from hicache_ray.storage.disk_index import Found, Placed
 from hicache_ray.storage.disk_io import BLOCK, DiskOs, TornFile, read_all, up, write_all
+from hicache_ray.storage.disk_plan import Found, Placed
 from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_work import Batch, Job
 from hicache_ray.storage.segment import Array

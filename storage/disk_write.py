@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import disk_segment
-from hicache_ray.storage.disk_index import DiskIndex, Found
+from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import BLOCK, DiskOs, read_all, write_all
+from hicache_ray.storage.disk_plan import Found
 from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_transfer import Write, sync_jobs, write_jobs
 from hicache_ray.storage.disk_work import Batch, Job, Workers
