@@ -17,6 +17,7 @@ from hicache_ray.storage.slabs import SlabMap, default_slab_bytes
 
 SOCKET = "arena.sock"
 HUGE_PAGES = ("auto", "off")
+PENDING_LEAST = 64 << 20
 PREFAULT = ("background", "start", "off")
 _SOCKET_PATH_BYTES = 107  # sockaddr_un, without the final zero
 
@@ -30,8 +31,9 @@ class ArenaConfig:
     ``socket_dir``: where the socket lives, ``directory`` unless set. ``lease_s``, ``hold_s``: longest time a reader, a writer may take.
     ``slab_bytes``: unit that moves between size classes. ``prefault``: ``background | start | off``. ``io_timeout_s``: longest time that
     half a frame may take to arrive. ``start_timeout_s``: how long to wait for a dying predecessor of the same name. ``pending_bytes``: most
-    bytes that all writers together may hold reserved, a quarter of the size unless set; a reserve beyond it is refused, but for a writer
-    that is alone. ``tenant_bytes``: most bytes of a tenant, by the name in its namespaces' records; "" is what nobody described.
+    bytes that all writers together may hold reserved, a quarter of the size (64 MiB at least) unless set; a reserve beyond it is refused,
+    but for a writer that is alone. ``tenant_bytes``: most bytes of a tenant, by the name in its namespaces' records; "" is whatever
+    nobody described.
     ``huge_pages``: ``auto | off``. ``back_s``: longest time that a call waits for what lies behind the arena.
     """
 
@@ -73,7 +75,7 @@ class ArenaConfig:
 
     @property
     def limits(self) -> Limits:
-        pending = self.pending_bytes or max(self.size_bytes // 4, 1)
+        pending = self.pending_bytes or max(self.size_bytes // 4, min(self.size_bytes, PENDING_LEAST))
         return Limits(self.lease_s, self.hold_s, pending, self.tenant_bytes)
 
     @property

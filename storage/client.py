@@ -6,20 +6,26 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, wire
+from hicache_ray.storage.addresses import Views, views_of
 from hicache_ray.storage.arena import ArenaAddress
 from hicache_ray.storage.connection import Connection, Deadline
-from hicache_ray.storage.copying import Copier, Copy, as_array
+from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import Outcome
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
-from hicache_ray.storage.segment import Array
+from hicache_ray.storage.movers import Batch
+from hicache_ray.storage.places import require_inside, unchanged
 from hicache_ray.storage.session import ClientConfig, Session
 from hicache_ray.storage.wire import MAX_IDS, Kind
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 _MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
+_GRANTED, _EXISTS = int(Outcome.GRANTED), int(Outcome.EXISTS)  # comparing an array with the enum costs more than the comparison
 _RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
 
 
@@ -36,7 +42,11 @@ class ArenaClient:
         config = config or ClientConfig()
         self._clock = clock
         self._session = Session(address if isinstance(address, str) else address.socket, config, clock)
-        self._copier = Copier(config.copy_threads)
+        self._copier = Copier(config.copy_threads, config.slice_bytes, config.kernel)
+
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loop of the copies, which the first of them begins to do anyway; True once they use it."""
+        return self._copier.warm_up(timeout_s)
 
     # -- objects -----------------------------------------------------------------------------------------------------------------
 
@@ -53,21 +63,27 @@ class ArenaClient:
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
-        arrays = [as_array(source) for _, source in zip(ids, sources, strict=True)]
-        fresh = dict(zip(reversed(ids), reversed(arrays), strict=True))  # of equal ids the first counts
-        visible: set[bytes] = set()
+        _require_as_many(ids, sources)
+        first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # of equal ids the first counts
+        unique = list(dict.fromkeys(ids))
+        views = views_of(sources if len(unique) == len(ids) else [sources[first[id]] for id in unique])
+        visible = 0
         with self._session.asking(timeout_s) as (connection, deadline):
-            for _, some in _parts(list(dict.fromkeys(ids)), MAX_IDS):
-                visible |= self._put(connection, {id: fresh[id] for id in some}, deadline)
-        return bits.pack(id in visible for id in ids)
+            for at, some in _parts(unique, MAX_IDS):
+                visible |= self._put(connection, some, _part(views, at, len(some)), deadline) << at
+        if len(unique) == len(ids):
+            return visible
+        place = {id: i for i, id in enumerate(unique)}
+        return bits.pack(bool(visible >> place[id] & 1) for id in ids)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
-        arrays = [as_array(target, writable=True) for _, target in zip(ids, targets, strict=True)]
+        _require_as_many(ids, targets)
+        views = views_of(targets, writable=True)
         verified = 0
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(ids, MAX_IDS):
-                verified |= self._get(connection, some, arrays[at : at + len(some)], deadline) << at
+                verified |= self._get(connection, some, _part(views, at, len(some)), deadline) << at
         return verified
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> ArenaLent:
@@ -140,53 +156,73 @@ class ArenaClient:
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _put(self, connection: Connection, fresh: Mapping[bytes, Array], deadline: Deadline) -> set[bytes]:
-        """Reserve, copy, seal; returns the ids that are visible then."""
-        ids, visible, granted, copies = list(fresh), set[bytes](), list[bytes](), list[Copy]()
-        asked = self._clock()
-        ask = messages.pack_reserve(ids, [data.nbytes for data in fresh.values()], deadline.left() + _MARGIN_S)
+    def _put(self, connection: Connection, ids: Sequence[bytes], sources: Views, deadline: Deadline) -> int:
+        """Reserve, copy, seal; returns the bitset of the ids that are visible then."""
+        memory, asked = connection.mapped, self._clock()
+        ask = messages.pack_reserve(ids, sources.sizes.view(np.uint64), deadline.left() + _MARGIN_S)
         reservation = messages.unpack_reservation(connection.call(Kind.RESERVE, ask, deadline), len(ids))
-        for id, (outcome, offset) in zip(ids, reservation.grants, strict=True):
-            if outcome is Outcome.EXISTS:
-                visible.add(id)
-            elif outcome is Outcome.GRANTED:
-                granted.append(id)
-                # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-                copies.append(Copy(fresh[id], connection.mapped.data[offset : offset + fresh[id].nbytes], of_source=True))
-        if granted:
+        visible, granted = reservation.outcomes == _EXISTS, np.flatnonzero(reservation.outcomes == _GRANTED)
+        if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
-            sums = self._copier.run(copies, lambda: deadline.passed() or held.passed())
-            sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline).bits(len(granted))
-            visible.update(granted[i] for i in bits.each(sealed))
-        return visible
+            offsets, sizes = reservation.offsets[granted], sources.sizes[granted]
+            require_inside(offsets, sizes.view(np.uint64), memory)
+            targets = memory.arrow.address + offsets.view(np.int64)
+            # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
+            batch = Batch(sources.addresses[granted], targets, sizes, of_source=True, stream=True)
+            sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+            sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline)
+            visible[granted] = sealed.flags(len(granted))
+        return bits.packed(visible)
 
-    def _get(self, connection: Connection, ids: Sequence[bytes], targets: Sequence[Array], deadline: Deadline) -> int:
+    def _get(self, connection: Connection, ids: Sequence[bytes], targets: Views, deadline: Deadline) -> int:
         """Lease, copy, verify, release. What the deadline cut off is a miss; so is everything once the lease has run out."""
-        asked = self._clock()
+        memory, asked = connection.mapped, self._clock()
         ask = wire.ids(ids) + wire.real(deadline.left() + _MARGIN_S)
         lease = messages.unpack_lease(connection.call(Kind.LEASE, ask, deadline), len(ids))
         held = Deadline(self._clock, asked + lease.seconds)
-        memory = connection.mapped
-        loans = [(i, loan) for i, loan in enumerate(lease.loans) if loan is not None]
-        fit = [(i, loan) for i, loan in loans if loan.length == targets[i].nbytes]
-        copies = [Copy(memory.data[loan.offset : loan.offset + loan.length], targets[i]) for i, loan in fit]
-        sums = self._copier.run(copies, lambda: deadline.passed() or held.passed())
-        verified, bad = 0, set[int]()
-        for (i, loan), found in zip(fit, sums, strict=True):
-            if found is not None and memory.unchanged(loan):
-                if found == loan.checksum:
-                    verified |= 1 << i
-                else:
-                    bad.add(i)
+        require_inside(lease.offsets, lease.lengths, memory)
+        which, lengths = lease.which, lease.lengths.astype(np.int64)
+        fit = np.flatnonzero(lengths == targets.sizes[which])
+        sources = memory.arrow.address + lease.offsets[fit].view(np.int64)
+        batch = Batch(sources, targets.addresses[which[fit]], lengths[fit], stream=True)
+        try:
+            sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+        except BaseException:
+            self._release(connection, lease.id, np.zeros(len(which), np.bool_))
+            raise
+        read = sums.done & unchanged(lease, memory)[fit]
+        right = sums.values == lease.checksums[fit]
         if held.passed():
             return 0  # whatever was read, the service may have given the memory to others meanwhile
-        if loans:
-            report = bits.pack(i in bad for i, _ in loans)
-            connection.tell(Kind.RELEASE, release_body(lease.id, report, len(loans)), Deadline.after(self._clock, _RELEASE_S))
-        return verified
+        if len(which):
+            bad = np.zeros(len(which), np.bool_)
+            bad[fit] = read & ~right
+            self._release(connection, lease.id, bad)
+        verified = np.zeros(len(ids), np.bool_)
+        verified[which[fit]] = read & right
+        return bits.packed(verified)
+
+
+    def _release(self, connection: Connection, lease: int, bad: npt.NDArray[np.bool_]) -> None:
+        """``bad``: of the loans, those whose bytes did not fit. What was read counts also where the service cannot be told: the lease
+        runs out, and a connection that holds half a message is not used again."""
+        try:
+            connection.tell(Kind.RELEASE, release_body(lease, bits.packed(bad), len(bad)), Deadline.after(self._clock, _RELEASE_S))
+        except StoreError:
+            connection.close()
 
 
 def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[bytes]]]:
     """(index of the first, at most ``size`` items) over all items."""
     for at in range(0, len(items), size):
         yield at, items[at : at + size]
+
+
+def _part(views: Views, at: int, count: int) -> Views:
+    """Of all views those ``[at, at + count)``; the owners stay with the whole."""
+    return Views(views.addresses[at : at + count], views.sizes[at : at + count], views.owners)
+
+
+def _require_as_many(ids: Sequence[bytes], buffers: Sequence[Bytes]) -> None:
+    if len(ids) != len(buffers):
+        raise ValueError(f"{len(ids)} ids need as many buffers, not {len(buffers)}")

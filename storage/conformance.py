@@ -85,7 +85,7 @@ class Report:
 
 def rules(suite: type[Rules] = StoreConformance) -> list[str]:
     """Names of all rules: methods ``test_...`` without that beginning, topic by topic."""
-    methods = [method for base in reversed(suite.__mro__) for method in vars(base) if method.startswith("test_")]
+    methods = [method for base in suite.__mro__ for method in vars(base) if method.startswith("test_")]
     return [method.removeprefix("test_") for method in dict.fromkeys(methods)]
 
 

@@ -218,10 +218,14 @@ class Worker:
         except BaseException as error:
             self.error = error
 
+    def ends_within(self, seconds: float) -> bool:
+        """Does the work end by itself?"""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     def join(self) -> object:
         """Result of the work. Raises what it raised, and Broken where it does not end."""
-        self._thread.join(4 * TIMEOUT_S)
-        require(not self._thread.is_alive(), f"calls with a timeout of {TIMEOUT_S:g} s do not end within {4 * TIMEOUT_S:g} s")
+        require(self.ends_within(4 * TIMEOUT_S), f"calls with a timeout of {TIMEOUT_S:g} s do not end within {4 * TIMEOUT_S:g} s")
         if self.error is not None:
             raise self.error
         return self.result

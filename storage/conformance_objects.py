@@ -26,6 +26,7 @@ from hicache_ray.storage.conformance_kit import (
 )
 from hicache_ray.store import SPACE_BYTES, TAG_BYTES, Store
 
+MANY = 20_000
 SIZES = (0, 1, 63, 64, 4096, PAGE - 1, PAGE, 300_000, 700_001)
 
 
@@ -80,11 +81,12 @@ class ObjectRules(Rules):
             put(store, [1])
             refused(lambda: store.get([name(1)], [memoryview(bytes(PAGE))], TIMEOUT_S), "a read-only target", says="read-only")
             column = np.zeros((4, 4))[:, 1]
-            refused(lambda: store.put([name(2)], [column], TIMEOUT_S), "a source that is not contiguous", says="contiguous")
+            mixed = [page(2), column]
+            refused(lambda: store.put([name(2), name(5)], mixed, TIMEOUT_S), "a source that is not contiguous", says="contiguous")
             one = page(3)
             refused(lambda: store.put([name(3), name(4)], [one], TIMEOUT_S), "more ids than sources", StoreError, ValueError)
             refused(lambda: store.get([name(3), name(4)], [one], TIMEOUT_S), "more ids than targets", StoreError, ValueError)
-            same(present(store, [1, 2, 3, 4]), {1}, "a lookup afterwards")
+            same(present(store, [1, 2, 3, 4, 5]), {1}, "a lookup afterwards")
 
     def test_bad_ids_are_refused_and_say_why(self) -> None:
         with self.store() as store:
@@ -105,6 +107,15 @@ class ObjectRules(Rules):
             same(store.lookup([key(1)], [], TIMEOUT_S), {}, "a lookup of no tag")
             with store.lease([], TIMEOUT_S) as lent:
                 same((list(lent.views), lent.valid()), ([], 0), "a lease of nothing")
+
+    def test_batches_of_any_length(self) -> None:
+        """Whatever a message of the store holds."""
+        numbers = range(MANY)
+        with self.store() as store:
+            put(store, [0, MANY - 1])
+            same(present(store, numbers), {0, MANY - 1}, f"a lookup of {MANY} keys")
+            same(store.get([name(n) for n in numbers], [bytearray() for _ in numbers], TIMEOUT_S), 0, f"a get of {MANY} into nothing")
+            same(store.drop([name(n) for n in numbers], TIMEOUT_S), 1 | 1 << MANY - 1, f"a drop of {MANY}")
 
     def test_an_existing_object_is_kept(self) -> None:
         with self.store() as store:

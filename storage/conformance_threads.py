@@ -28,6 +28,7 @@ from hicache_ray.storage.conformance_kit import (
 from hicache_ray.store import KEY_BYTES, SPACE_BYTES, Store
 
 THREADS, CALLS = 4, 50
+WAITS_S = 0.5  # after which a second put of the same object is one that waits for the first
 
 
 class ThreadRules(Rules):
@@ -130,6 +131,7 @@ class ThreadRules(Rules):
         with self.store() as store:
             with self._held(store, [name(1)], [page(1).tobytes()]) as (gate, _):
                 second = Worker(lambda: store.put([name(1)], [page(2).tobytes()], TIMEOUT_S))
+                second.ends_within(WAITS_S)
                 gate.open()
                 second.join()
             same(get(store, [1]), {1}, "a get: the bytes of the first")

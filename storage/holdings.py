@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hicache_ray.storage.lru import OldestFirst
 from hicache_ray.storage.slabs import BLOCK, SlabMap, require, slot_bytes
-from hicache_ray.storage.table import IdTable, Rows
+from hicache_ray.storage.table import IdTable, Rows, Words
 from hicache_ray.storage.tenants import Tenants, grouped
 
 
@@ -45,9 +45,10 @@ class Counters:
 
 @dataclass(frozen=True, eq=False)
 class New:
-    """Objects of one class in slots that were taken at ``tick``."""
+    """Objects of one class in slots that were taken at ``tick``. ``hashes``: of the ids."""
 
     ids: npt.NDArray[np.uint8]
+    hashes: Words
     lengths: Rows
     offsets: Rows
     size: int
@@ -77,7 +78,7 @@ class Holdings:
 
     def start(self, new: New) -> Rows:
         """Rows of new objects, invisible and held by one writer."""
-        table, rows = self.table, self.table.add(new.ids)
+        table, rows = self.table, self.table.add(new.ids, new.hashes)
         tenants, kind = self.tenants.of(new.ids), self._kinds.setdefault(new.size, len(self._kinds))
         for name, value in {
             **{"length": new.lengths, "offset": new.offsets, "checksum": 0, "tick": new.tick, "pins": 1},

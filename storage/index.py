@@ -21,9 +21,9 @@ from hicache_ray.storage import bits
 from hicache_ray.storage.claims import Claim, Claims
 from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
 from hicache_ray.storage.holdings import FREE, RESERVED, SEALED, Holdings
+from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.room import place
 from hicache_ray.storage.slabs import BLOCK, SlabMap, require
-from hicache_ray.storage.table import Ids, packed, unpacked
 from hicache_ray.store import Answer, StoreStats
 
 

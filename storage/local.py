@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from hicache_ray.errors import StoreClosed, StoreTimeout
 from hicache_ray.storage import bits
-from hicache_ray.storage.copying import Copier, Copy, as_array, checksum
+from hicache_ray.storage.copying import Copier, as_array, checksum
 from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
 from hicache_ray.storage.ids import require_ids, require_keys
+from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.segment import Array
 from hicache_ray.store import Answer, Bytes, StoreStats
@@ -26,10 +27,10 @@ class LocalStore:
     """A :class:`~hicache_ray.store.Store` over a :class:`~hicache_ray.storage.node.NodeStore`, which stays open when this is closed."""
 
     def __init__(self, node: NodeStore, copy_threads: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
-        self._node, self._clock = node, clock
+        self._node: NodeStore | None = node  # None: closed
+        self._clock = clock
         self._copier = Copier(copy_threads)
         self._owner = node.owner()
-        self._closed = False
 
     # -- objects -----------------------------------------------------------------------------------------------------------------
 
@@ -45,8 +46,8 @@ class LocalStore:
         place = self.reserve(names, [fresh[name].nbytes for name in names], timeout_s)
         with place:
             granted = [(fresh[name], target) for name, target in zip(names, place.targets, strict=True) if target is not None]
-            copies = [Copy(source, target, of_source=True) for source, target in granted]
-            sums = self._copier.run(copies, place.over)
+            batch = Batch.of([source for source, _ in granted], [target for _, target in granted], of_source=True)
+            sums = self._copier.run(batch, place.over)
             visible = place.seal_with(sums)
         stored = {names[i] for i in bits.each(visible)}
         return bits.pack(id in stored for id in ids)
@@ -57,16 +58,17 @@ class LocalStore:
         until = self._clock() + timeout_s
         with self.lease(ids, timeout_s) as lent:
             fit = [i for i, data in enumerate(lent.arrays) if data is not None and data.nbytes == arrays[i].nbytes]
-            copies = [Copy(data, arrays[i]) for i in fit if (data := lent.arrays[i]) is not None]
-            sums = self._copier.run(copies, lambda: self._clock() >= min(until, lent.until))
-            return lent.verify(fit, sums)
+            batch = Batch.of([lent.arrays[i] for i in fit], [arrays[i] for i in fit])
+            sums = self._copier.run(batch, lambda: self._clock() >= min(until, lent.until))
+            return lent.verify(fit, sums.listed())
 
     def lease(self, ids: Sequence[bytes], timeout_s: float) -> LocalLent:
         """As the protocol says; the views are read-only pyarrow.Buffers over the segment."""
         require_ids(ids)
         asked = self._clock()
-        lease = self._open.lease(ids, self._owner, timeout_s + _MARGIN_S if timeout_s > 0 else _MARGIN_S, timeout_s)
-        return LocalLent(self._node, lease, asked + lease.seconds, self._clock)
+        node = self._open
+        lease = node.lease(ids, self._owner, timeout_s + _MARGIN_S if timeout_s > 0 else _MARGIN_S, timeout_s)
+        return LocalLent(node, lease, asked + lease.seconds, self._clock)
 
     def reserve(self, ids: Sequence[bytes], lengths: Sequence[int], timeout_s: float) -> Receiving:
         """Memory of the arena to receive new objects into, at most ``timeout_s`` long. Ids differ from each other. End it exactly once."""
@@ -74,9 +76,10 @@ class LocalStore:
         if timeout_s <= 0:
             raise StoreTimeout("the deadline of this call has passed")
         asked = self._clock()
-        reservation = self._open.reserve(ids, lengths, self._owner, timeout_s + _MARGIN_S)
+        node = self._open
+        reservation = node.reserve(ids, lengths, self._owner, timeout_s + _MARGIN_S)
         until = asked + min(reservation.seconds, timeout_s)
-        return Receiving(self._node, self._owner, reservation, list(lengths), lambda: self._clock() >= until)
+        return Receiving(node, self._owner, reservation, list(lengths), lambda: self._clock() >= until)
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
         require_ids(ids)
@@ -110,16 +113,17 @@ class LocalStore:
             return True
 
     def close(self) -> None:
-        closed, self._closed = self._closed, True
-        if not closed:
-            self._node.disconnect(self._owner)
+        node, self._node = self._node, None
+        if node is not None:
+            node.disconnect(self._owner)
             self._copier.close()
 
     @property
     def _open(self) -> NodeStore:
-        if self._closed:
+        node = self._node
+        if node is None:
             raise StoreClosed("this handle of the store is closed")
-        return self._node
+        return node
 
 
 class LocalLent:

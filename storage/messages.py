@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from hicache_ray.storage import wire
 from hicache_ray.storage.descriptors import OUTCOMES, U64, Lease, Reservation, Sums
-from hicache_ray.storage.table import Ids
+from hicache_ray.storage.ids import Ids
 from hicache_ray.storage.wire import Reader, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
 

@@ -24,9 +24,9 @@ from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.copying import as_array, checksum
-from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
+from hicache_ray.storage.descriptors import Lease, Reservation, Sums
+from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
-from hicache_ray.storage.table import Ids, packed, unpacked
 from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
@@ -34,7 +34,10 @@ _PROMOTED = 256  # objects fetched from behind the arena in one step: between tw
 
 
 class Behind(Protocol):
-    """Writes what became visible to the store behind. Its calls return at once, raise nothing, and never call the node."""
+    """Writes what became visible to the store behind. These calls return at once, raise nothing, and never call the node.
+
+    Its own thread reads through ``node.lease(ids, owner, seconds, timeout_s=0)``: with no time given, nothing is fetched from behind.
+    """
 
     def on_sealed(self, ids: Sequence[bytes]) -> None:
         """These objects became visible. Their bytes are there for as long as a lease finds them."""
@@ -53,7 +56,7 @@ class NodeStore:
     """Thread-safe. One lock, held for the arithmetic of a call and never while bytes move or ``back`` is asked."""
 
     def __init__(self, arena: Arena, back: Store | None = None, behind: Behind | None = None) -> None:
-        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's."""
+        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call."""
         self.arena, self.back = arena, back
         self.behind = behind
         self._lock = threading.Lock()  # guards the index and the records
@@ -241,18 +244,19 @@ class NodeStore:
         found = [(name, as_array(view)) for name, view in zip(names, lent.views, strict=True) if view is not None]
         if not found:
             return
-        reservation = self.reserve([name for name, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
-        sums: list[int | None] = []
-        for (_, data), (outcome, offset) in zip(found, reservation.grants, strict=True):
-            if outcome is Outcome.GRANTED:
-                target = self.arena.segment.data[offset : offset + data.nbytes]
-                target[:] = data
-                sums.append(checksum(data))
-        valid = {name for i, name in enumerate(names) if lent.valid() >> i & 1}
-        granted = [name for (name, _), (outcome, _) in zip(found, reservation.grants, strict=True) if outcome is Outcome.GRANTED]
-        kept = [value if name in valid else None for name, value in zip(granted, sums, strict=True)]
-        with self._index() as index:
-            index.seal(reservation.id, kept if fence == self._fence else [None] * len(kept), owner)
+        place = self.reserve([name for name, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
+        granted, offsets = place.granted.tolist(), place.offsets.tolist()
+        sums: list[int | None] = [None] * len(granted)
+        try:
+            for n, i in enumerate(granted):
+                data = found[i][1]
+                self.arena.segment.data[offsets[i] : offsets[i] + data.nbytes] = data
+                sums[n] = checksum(data)
+            valid = {names[i] for i in bits.each(lent.valid())}
+            sums = [value if found[i][0] in valid else None for i, value in zip(granted, sums, strict=True)]
+        finally:
+            with self._index() as index:
+                index.seal(place.id, sums if fence == self._fence else [None] * len(sums), owner)
 
 
 def _union(here: Answer, behind: Answer) -> Answer:
@@ -264,5 +268,3 @@ def _union(here: Answer, behind: Answer) -> Answer:
 def _record_bytes(digest: bytes, record: Mapping[str, str]) -> int:
     """Of one record in the JSON that travels."""
     return 2 * len(digest) + 8 + len(json.dumps(dict(record)))
-
-

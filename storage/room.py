@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hicache_ray.storage.descriptors import Outcome
 from hicache_ray.storage.holdings import SEALED, Holdings, New
-from hicache_ray.storage.slabs import slot_bytes
+from hicache_ray.storage.slabs import slots_bytes
 from hicache_ray.storage.table import Rows
 from hicache_ray.storage.tenants import grouped
 
@@ -31,7 +31,8 @@ class Batch:
 def place(held: Holdings, ids: npt.NDArray[np.uint8], lengths: Rows, pending: int | None) -> Batch:
     """``pending``: bytes that may be reserved now; None: no bound."""
     held.tick += 1
-    rows = held.table.find(ids)
+    hashes = held.table.hashes(ids)
+    rows = held.table.find(ids, hashes)
     fresh = rows < 0
     batch = Batch(np.full(len(ids), Outcome.REFUSED, np.uint8), np.zeros(len(ids), np.uint64), rows, held.tick)
     if not fresh.all():
@@ -40,19 +41,19 @@ def place(held: Holdings, ids: npt.NDArray[np.uint8], lengths: Rows, pending: in
         batch.outcomes[seen] = Outcome.EXISTS
         rows[~seen] = -1
         held.use(rows[seen])  # before anything is evicted
-    again = fresh & held.table.repeated(ids)
-    batch.outcomes[again] = Outcome.PENDING
-    todo = np.flatnonzero(fresh & ~again)
+    if len(ids) > 1:
+        again = fresh & held.table.repeated(ids, hashes)
+        batch.outcomes[again] = Outcome.PENDING
+        fresh &= ~again
+    todo = fresh.nonzero()[0]
     held.counters.put_refused += len(todo)
     todo = _within_pending(held, todo, lengths, pending)
     todo = _within_caps(held, ids, lengths, todo, batch.start)
-    sizes = {length: slot_bytes(length) for length in np.unique(lengths[todo]).tolist()} if len(todo) else {}
-    classes = np.full(len(todo), next(iter(sizes.values()))) if len(sizes) == 1 else np.array([sizes[n] for n in lengths[todo].tolist()])
-    for size, part in grouped(classes):
+    for size, part in grouped(slots_bytes(lengths[todo])):
         mine = todo[part]
         offsets = _slots(held, size, len(mine), batch.start)
         mine = mine[: len(offsets)]
-        new = New(ids[mine], lengths[mine], offsets, size, batch.start)
+        new = New(ids[mine], hashes[mine], lengths[mine], offsets, size, batch.start)
         batch.outcomes[mine] = Outcome.GRANTED
         batch.offsets[mine] = offsets
         rows[mine] = held.start(new)
@@ -97,9 +98,12 @@ def _slots(held: Holdings, size: int, count: int, start: int) -> Rows:
     """
     parts = [held.slabs.take(size, count, start)]
     missing, compared = count - len(parts[0]), False
+    if not missing:
+        return parts[0]
     while missing:
         own = held.oldest("kind", held.kind(size), missing, start)
-        window = held.slabs.coldest(size, start) if not len(own) or not compared else None
+        ask = not len(own) or (not compared and held.slabs.colder(int(held.table["tick"][own[0]])))
+        window = held.slabs.coldest(size, start) if ask else None
         compared = True
         if window is not None and (not len(own) or window.mean_tick < held.table["tick"][own[0]]):
             held.evict(held.between(window.low, window.high))

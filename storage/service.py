@@ -17,19 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-import numpy as np
-
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import messages, wire
 from hicache_ray.storage.arena import Arena, ArenaAddress, ArenaConfig
-from hicache_ray.storage.ids import ID_BYTES
 from hicache_ray.storage.membership import ALONE
 from hicache_ray.storage.node import NodeStore
-from hicache_ray.storage.wire import Frame, Kind, Reader, Splitter, WireError
+from hicache_ray.storage.serving import Handler, Log, hang_up
+from hicache_ray.storage.wire import Kind, Reader, WireError
 from hicache_ray.store import StoreStats
 
 log = logging.getLogger("hicache_ray.storage")
-_RECV = 256 << 10
 _JOIN_S = 5.0
 _CLEAR_S = 30.0  # for a clear or a scan to reach what lies behind
 
@@ -51,7 +48,7 @@ class ArenaService:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()  # guards the table of connections
-        self._handlers: dict[int, _Handler] = {}
+        self._handlers: dict[int, Handler] = {}
         self._threads: list[threading.Thread] = []  # of handlers; one lives a moment longer than its entry in the table
         self._closing = False
         self._log = Log(clock)
@@ -117,9 +114,9 @@ class ArenaService:
             self._closing = True
             handlers, threads = list(self._handlers.values()), [*self._threads]
         if self._listener is not None:
-            _hang_up(self._listener)
+            hang_up(self._listener)
         for handler in handlers:
-            _hang_up(handler.sock)
+            hang_up(handler.sock)
         for thread in [self._acceptor, *threads]:
             if thread is not None and thread.is_alive():
                 thread.join(_JOIN_S)
@@ -158,7 +155,7 @@ class ArenaService:
                 return "the arena is closing"
             if len(self._handlers) >= self.config.max_connections:
                 return f"all {self.config.max_connections} connections are taken; see storage.max_connections"
-            handler = _Handler(self, sock, self._node.owner())
+            handler = Handler(self, sock, self._node.owner())
             self._handlers[handler.number] = handler
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(handler.thread)
@@ -182,7 +179,7 @@ class ArenaService:
 
     # -- messages ----------------------------------------------------------------------------------------------------------------
 
-    def answer(self, kind: int, reader: Reader, handler: _Handler) -> bytes:
+    def answer(self, kind: int, reader: Reader, handler: Handler) -> bytes:
         """Body of the reply. Raises WireError for a bad body, StoreError for a refusal."""
         node = self.node
         if kind == Kind.LOOKUP:
@@ -210,7 +207,7 @@ class ArenaService:
             return wire.bitset(node.drop(ids, self.config.back_s), len(ids))
         return self._administer(kind, reader, handler, node)
 
-    def _administer(self, kind: int, reader: Reader, handler: _Handler, node: NodeStore) -> bytes:
+    def _administer(self, kind: int, reader: Reader, handler: Handler, node: NodeStore) -> bytes:
         if kind == Kind.CLEAR:
             return wire.number(node.clear(reader.take(reader.number("H")), _CLEAR_S), "Q")
         if kind == Kind.SCAN:
@@ -228,105 +225,6 @@ class ArenaService:
             reader.end()
             return self.members()
         raise WireError(f"{Kind(kind).name} is not a request")
-
-
-class Log:
-    """Lets ``most`` lines through per ``seconds``."""
-
-    def __init__(self, clock: Callable[[], float], most: int = 20, seconds: float = 10.0) -> None:
-        self._clock, self._most, self._seconds = clock, most, seconds
-        self._since, self._said, self._unsaid = clock(), 0, 0
-
-    def admit(self) -> int | None:
-        """How many lines were left out since the last one that was not; None where this one is left out too."""
-        if self._clock() - self._since >= self._seconds:
-            self._since, self._said = self._clock(), 0
-        if self._said >= self._most:
-            self._unsaid += 1
-            return None
-        self._said += 1
-        unsaid, self._unsaid = self._unsaid, 0
-        return unsaid
-
-
-class _Handler:
-    """One connection and its thread."""
-
-    def __init__(self, service: ArenaService, sock: socket.socket, number: int) -> None:
-        self.sock, self.number = sock, number
-        self.thread = threading.Thread(target=self._run, name=f"hicache-arena-{number}", daemon=True)
-        self._service = service
-        self._splitter = Splitter(0)
-        self._scanned = np.zeros((0, ID_BYTES), np.uint8)  # ids of the scan in progress: as of its first page
-
-    def scan(self, reader: Reader, node: NodeStore) -> bytes:
-        start, prefix = reader.number(), reader.take(reader.number("H"))
-        if start == 0:
-            self._scanned = node.scan(prefix, _CLEAR_S)
-        page = self._scanned[start : start + wire.MAX_IDS]
-        end = start + len(page)
-        if end >= len(self._scanned):
-            self._scanned, end = self._scanned[:0].copy(), 0
-        return wire.number(end) + wire.packed_ids(page)
-
-    def _run(self) -> None:
-        try:
-            self._greet()
-            while (frame := self._receive(greeted=True)) is not None:
-                self._serve(frame)
-        except WireError as error:
-            self._service.warn("connection %d is closed: %s", self.number, error)
-        except OSError as error:
-            log.info("connection %d is lost: %s", self.number, error)
-        finally:
-            self._service.forget(self.number)
-            self.sock.close()
-
-    def _greet(self) -> None:
-        self.sock.settimeout(self._service.config.io_timeout_s)
-        frame = self._receive(greeted=False)
-        if frame is None:
-            return
-        if frame.kind != Kind.HELLO:
-            raise WireError("the first frame is not a hello")
-        arena = self._service.arena
-        segment = arena.segment
-        self._reply(frame, messages.pack_hello(messages.Hello(arena.incarnation, [(str(segment.path), segment.data_bytes)])))
-
-    def _serve(self, frame: Frame) -> None:
-        reader = Reader(frame.body)
-        try:
-            body = self._service.answer(frame.kind, reader, self)
-        except WireError:
-            raise
-        except StoreError as error:
-            self.sock.sendall(wire.encode(Kind.ERROR | wire.REPLY, frame.request, str(error).encode()))
-            return
-        if frame.kind != Kind.RELEASE:
-            self._reply(frame, body)
-
-    def _reply(self, frame: Frame, body: bytes) -> None:
-        self.sock.sendall(wire.encode(frame.kind | wire.REPLY, frame.request, body))
-
-    def _receive(self, greeted: bool) -> Frame | None:
-        """The next frame; None at the end of the stream. A peer may be silent between frames, not within one."""
-        while (frame := self._splitter.next()) is None:
-            try:
-                data = self.sock.recv(_RECV)
-            except TimeoutError:
-                if self._splitter or not greeted:
-                    raise WireError("half a frame, or no hello, and then silence") from None
-                continue
-            if not data:
-                return None
-            self._splitter.feed(data)
-        return frame
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """Wake whoever waits on the socket."""
-    with contextlib.suppress(OSError):  # already gone
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _answer_and_close(sock: socket.socket, refusal: str) -> None:

@@ -9,22 +9,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache_ray.errors import StoreClosed, StoreError
+from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage.connection import Connection, Deadline, Expired, Overloaded, Pool, Refused
+from hicache_ray.storage.copying import SLICE
+from hicache_ray.storage.movers import KERNELS
 from hicache_ray.storage.segment import Segment
 
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """``copy_threads``: the caller's included. ``connections``: most calls that are on the socket at once. ``prefault``:
+    """``copy_threads``: the caller's included. ``slice_bytes``: copied between two looks at the deadline. ``kernel``: ``auto | off``,
+    whether the copies use the compiled loop. ``connections``: most calls that are on the socket at once. ``prefault``:
     ``background | start | off``, the client's own page tables. ``backoff_s``, ``backoff_most_s``: how long a failed store is left alone.
     """
 
     copy_threads: int = 2
+    slice_bytes: int = SLICE
+    kernel: str = "auto"
     connections: int = 8
     prefault: str = "background"
     backoff_s: float = 0.5
     backoff_most_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.kernel not in KERNELS:
+            raise ConfigError(f"kernel is {self.kernel!r}; choose from {', '.join(KERNELS)}")
+        if self.copy_threads < 1 or self.slice_bytes < 1:
+            raise ConfigError(f"copy_threads and slice_bytes must be at least 1, not {self.copy_threads} and {self.slice_bytes}")
 
 
 class Breaker:

@@ -48,10 +48,11 @@ class Run:
     def take(self, count: int) -> Numbers:
         """Offsets, ascending, of at most ``count`` slots: neighbours can be copied as one."""
         old = min(count, len(self.back))
-        numbers = np.array(self.back[len(self.back) - old :], np.int64)
-        del self.back[len(self.back) - old :]
         fresh = min(count - old, self.count - self.fresh)
-        numbers = np.concatenate([np.sort(numbers), np.arange(self.fresh, self.fresh + fresh)])
+        numbers = np.arange(self.fresh, self.fresh + fresh)
+        if old:
+            numbers = np.concatenate([np.sort(np.array(self.back[len(self.back) - old :], np.int64)), numbers])
+            del self.back[len(self.back) - old :]
         self.fresh += fresh
         return self.offset + numbers * self.slot_bytes
 
@@ -69,6 +70,15 @@ def slot_bytes(length: int) -> int:
     """Size class of an object of ``length`` bytes, in bytes."""
     grain = max(ALIGN, (1 << max(length - 1, 0).bit_length()) // (2 * CLASSES_PER_OCTAVE))
     return max(-(-length // grain) * grain, ALIGN)
+
+
+def slots_bytes(lengths: Numbers) -> Numbers:
+    """:func:`slot_bytes` of each."""
+    if len(lengths) == 1:
+        return np.array([slot_bytes(int(lengths[0]))])
+    octave = np.frexp(np.maximum(lengths - 1, 0).astype(np.float64))[1].astype(np.int64)  # the bit length: exact below 2**53
+    grain = np.maximum(ALIGN, np.left_shift(1, octave) // (2 * CLASSES_PER_OCTAVE))
+    return np.maximum(-(-lengths // grain) * grain, ALIGN)
 
 
 def default_slab_bytes(capacity_bytes: int) -> int:
@@ -151,6 +161,10 @@ class SlabMap:
     def unpin(self, offsets: Numbers) -> None:
         """Slots that nobody has pinned any more."""
         np.subtract.at(self._pinned, self._runs_of(offsets), 1)
+
+    def colder(self, tick: int) -> bool:
+        """Is there a run whose objects were used before ``tick``, on average? If not, :meth:`coldest` finds nothing colder either."""
+        return bool((self._ticks < tick * self._used).any())
 
     def coldest(self, size: int, before: int) -> Window | None:
         """The cheapest runs to empty so that class ``size`` gets a run: no pins in them, no use at tick ``before`` or later."""

@@ -13,84 +13,65 @@ it is freed. Whoever keeps a column must fetch it anew after :meth:`IdTable.add`
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import Inconsistent
-from hicache_ray.storage.ids import ID_BYTES
+from hicache_ray.storage.ids import ID_BYTES, Ids, packed, unpacked
+from hicache_ray.storage.rows import Rows, RowStore
 
-Rows: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Marks: TypeAlias = npt.NDArray[np.uint32]
-#: Ids of one width: bytes of each, or an (n, width) array of uint8.
-Ids: TypeAlias = Sequence[bytes] | npt.NDArray[np.uint8]
 
 BUCKET = 8  # slots
 EMPTY, GONE = 0, 1
 _ALL = (1 << 64) - 1
 _FEW = 6  # ids up to which a loop is faster than arrays
-_LEAST = 64  # rows
-_FILL, _FILL_AFTER = 5 / 8, 3 / 8  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
+_STEPS = 3  # buckets looked into as arrays; for what is left a loop is faster
+_FILL, _FILL_AFTER = 1 / 2, 1 / 3  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
 _MIX = 0xC4CEB9FE1A85EC53
 _MIX_WORD, _HALF, _MARK = np.uint64(_MIX), np.uint64(32), np.uint64(2)
 #: Odd factors, one per word of an id: the golden ratio's multiples, mixed.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ^ (0xD6E8FEB86659FD93 >> i)) & _ALL | 1 for i in range(16))
 
 
-def packed(ids: Ids, width: int = ID_BYTES) -> npt.NDArray[np.uint8]:
-    """(n, width) uint8. Bytes are copied once, arrays not at all."""
-    if isinstance(ids, np.ndarray):
-        return np.ascontiguousarray(ids).reshape(-1, width)
-    return np.frombuffer(b"".join(ids), np.uint8).reshape(-1, width)
-
-
-def unpacked(ids: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The ids of an (n, width) array as bytes."""
-    raw, width = ids.tobytes(), ids.shape[1]
-    return [raw[i : i + width] for i in range(0, len(raw), width)]
-
-
-class IdTable:
+class IdTable(RowStore):
     """Not thread-safe: its owner locks. ``columns``: name -> numpy dtype of an array that grows with the rows."""
+
+    LEAST = 4096  # slots
 
     def __init__(self, width: int = ID_BYTES, columns: Mapping[str, str] | None = None) -> None:
         """``width``: bytes of an id, a multiple of 8."""
-        self.width = width
+        super().__init__(width, columns)
         self._layout = struct.Struct(f"<{width // 8}Q")
         self._factors = np.array(_FACTORS[: width // 8], np.uint64)
-        self._ids = np.zeros((_LEAST, width), np.uint8)
-        self._columns: dict[str, npt.NDArray[Any]] = {name: np.zeros(_LEAST, dtype) for name, dtype in (columns or {}).items()}
-        self._free = np.zeros(_LEAST, np.int32)  # a stack of rows given back
-        self._free_count = 0
-        self._fresh = 0  # rows from here on were never used
         self._live = 0
-        self._make_buckets(2 * _LEAST // BUCKET)
+        self._make_buckets(self.LEAST // BUCKET)
 
     def __len__(self) -> int:
         """Ids that are found."""
         return self._live
 
-    def __getitem__(self, column: str) -> npt.NDArray[Any]:
-        """The column, indexed by row. A view: it is stale after the next :meth:`add`."""
-        return self._columns[column]
-
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays: list[npt.NDArray[Any]] = [self._ids, self._free, self._marks, self._places, *self._columns.values()]
-        return sum(array.nbytes for array in arrays)
+        return super().nbytes + self._marks.nbytes + self._places.nbytes
 
     # -- questions ---------------------------------------------------------------------------------------------------------------
 
-    def find(self, ids: Ids) -> Rows:
+    def hashes(self, ids: Ids) -> Words:
+        """(n,): for a caller that passes the same ids to several of these methods."""
+        return _mixed(packed(ids, self.width).view(np.uint64) @ self._factors)
+
+    def find(self, ids: Ids, hashes: Words | None = None) -> Rows:
         """(n,) int64: the row of each id, -1 where it is absent."""
         if len(ids) <= _FEW:
             return np.array([self.find_one(bytes(id)) for id in ids], np.int64)
-        words = packed(ids, self.width).view(np.uint64)
-        return self._find(words, _mixed(words @ self._factors))
+        ids = packed(ids, self.width)
+        return self._find(ids.view(np.uint64), self.hashes(ids) if hashes is None else hashes)
 
     def find_pairs(self, keys: Ids, tag: bytes) -> Rows:
         """The same for the ids ``key + tag`` of all ``keys``, which are ``width - len(tag)`` bytes long."""
@@ -121,26 +102,19 @@ class IdTable:
     def __contains__(self, id: bytes) -> bool:
         return self.find_one(id) >= 0
 
-    def ids(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """(n, width) uint8, a copy."""
-        return self._ids[rows]
-
     def rows(self, prefix: bytes = b"") -> Rows:
         """Rows, ascending, of the ids that start with ``prefix``."""
         rows = np.sort(self._places[self._marks > GONE]).astype(np.int64)
         return rows[self.starting(prefix)[rows]] if prefix else rows
 
-    def starting(self, prefix: bytes) -> npt.NDArray[np.bool_]:
-        """By row, those without an id too: flags of the ids that start with ``prefix``."""
-        if len(prefix) > self.width:
-            return np.zeros(len(self._ids), np.bool_)
-        return np.asarray((self._ids[:, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1))
-
-    def repeated(self, ids: Ids) -> npt.NDArray[np.bool_]:
+    def repeated(self, ids: Ids, hashes: Words | None = None) -> npt.NDArray[np.bool_]:
         """(n,) flags of the ids that are equal to an earlier one of the same call."""
         ids = packed(ids, self.width)
         out = np.zeros(len(ids), np.bool_)
-        if len(ids) < 2 or len(np.unique(ids.view(np.uint64) @ self._factors)) == len(ids):
+        if len(ids) < 2:
+            return out
+        sums = np.sort(self.hashes(ids) if hashes is None else hashes)
+        if not (sums[1:] == sums[:-1]).any():
             return out
         known = set[bytes]()
         for i, id in enumerate(unpacked(ids)):
@@ -150,14 +124,14 @@ class IdTable:
 
     # -- changes -----------------------------------------------------------------------------------------------------------------
 
-    def add(self, ids: Ids) -> Rows:
+    def add(self, ids: Ids, hashes: Words | None = None) -> Rows:
         """Rows for ids that are absent and differ from each other. Columns of a row keep what was in them: the owner sets them."""
         ids = packed(ids, self.width)
         count = len(ids)
         self._make_slots(count)
-        rows = self._take_rows(count)
+        rows = self.take(count)
         self._ids[rows] = ids
-        self._insert(rows)
+        self._insert(rows, self.hashes(ids) if hashes is None else hashes)
         self._live += count
         return rows
 
@@ -171,12 +145,6 @@ class IdTable:
         self._live -= len(rows)
         self._gone += len(rows) - int(ends.sum())
 
-    def free(self, rows: Rows) -> None:
-        """Rows that were hidden may be given out again."""
-        end = self._free_count + len(rows)
-        self._free[self._free_count : end] = rows
-        self._free_count = end
-
     def remove(self, rows: Rows) -> None:
         """Hide and free."""
         self.hide(rows)
@@ -185,7 +153,7 @@ class IdTable:
     def check(self) -> None:
         """Raises Inconsistent."""
         rows = self.rows()
-        free = self._free[: self._free_count]
+        free = self.vacant
         for holds, what in (
             (len(rows) == self._live, "the count of ids is wrong"),
             (int((self._marks == GONE).sum()) == self._gone, "the count of removed slots is wrong"),
@@ -205,28 +173,38 @@ class IdTable:
         value = ((value ^ value >> 32) * _MIX) & _ALL
         return value ^ value >> 32
 
-    def _hash(self, rows: Rows) -> Words:
-        return _mixed(self._ids.take(rows, 0).view(np.uint64) @ self._factors)
-
     def _find(self, words: Words, hashes: Words) -> Rows:
         """(n, width / 8) words of ids -> rows."""
         buckets, marks = self._split(hashes)
+        out, lost = self._look(words, buckets, marks)
+        places, step = np.arange(len(out)), 0
+        while len(lost) > _FEW and step < _STEPS:
+            step += 1
+            words, marks, hashes = words[lost], marks[lost], hashes[lost]
+            buckets = (buckets[lost] + step) & (len(self._marks) - 1)
+            places = places[lost]
+            out[places], lost = self._look(words, buckets, marks)
+        for i in lost.tolist():
+            out[places[i]] = self.find_one(words[i].tobytes())
+        return out
+
+    def _look(self, words: Words, buckets: Rows, marks: Marks) -> tuple[Rows, Rows]:
+        """(row in this bucket or -1, positions of the ids that may be in another one)."""
         found = self._marks.take(buckets, 0)
         at = buckets * BUCKET + (found == marks[:, None]).argmax(axis=1)
         known = self._marks.reshape(-1).take(at) == marks
         out = np.where(known, self._places.reshape(-1).take(at), -1).astype(np.int64)
-        if known.all():
-            lost = np.zeros(len(out), np.bool_)
-        else:
-            lost = ~(known | _any(found == EMPTY))  # perhaps in another bucket
-        lost |= known & (self._ids.view(np.uint64).take(out, 0) != words).any(axis=1)  # another id with an equal mark: hardly ever
-        for i in lost.nonzero()[0].tolist():
-            out[i] = self.find_one(words[i].tobytes())
-        return out
+        lost = np.zeros(len(out), np.bool_) if known.all() else ~(known | _any(found == EMPTY))
+        differ = self._ids.view(np.uint64).take(out, 0) != words
+        if differ[known].any():  # another id with an equal mark: hardly ever
+            wrong = known & differ.any(axis=1)
+            for i in wrong.nonzero()[0].tolist():
+                out[i] = self.find_one(words[i].tobytes())
+        return out, lost.nonzero()[0]
 
     def _place(self, rows: Rows) -> Rows:
         """Indices into the flat marks and places of rows that are found."""
-        buckets, _ = self._split(self._hash(rows))
+        buckets, _ = self._split(self.hashes(self._ids.take(rows, 0)))
         out, todo, step = np.zeros(len(rows), np.int64), np.arange(len(rows)), 0
         while len(todo):
             same = (self._places.take(buckets, 0) == rows[todo, None]) & (self._marks.take(buckets, 0) > GONE)
@@ -239,9 +217,11 @@ class IdTable:
             todo, buckets = todo[~known], (buckets[~known] + step) & (len(self._marks) - 1)
         return out
 
-    def _insert(self, rows: Rows) -> None:
+    def _insert(self, rows: Rows, hashes: Words) -> None:
         """Write places and marks of rows whose ids are absent. Of two that want the same place one wins, the other looks again."""
-        buckets, marks = self._split(self._hash(rows))
+        if len(rows) == 1:
+            return self._insert_one(int(rows[0]), int(hashes[0]))
+        buckets, marks = self._split(hashes)
         flat_marks, flat_places = self._marks.reshape(-1), self._places.reshape(-1)
         steps = np.zeros(len(rows), np.int64)
         while len(rows):
@@ -257,6 +237,16 @@ class IdTable:
             buckets = np.where(vacant, buckets, buckets + steps)[on] & (len(self._marks) - 1)
             rows, marks, steps = rows[on], marks[on], steps[on]
 
+    def _insert_one(self, row: int, value: int) -> None:
+        bucket, step = value & (len(self._marks) - 1), 0
+        while (least := min(marks := self._marks[bucket].tolist())) > GONE:
+            step += 1
+            bucket = (bucket + step) & (len(self._marks) - 1)
+        at = marks.index(least)
+        self._gone -= least == GONE
+        self._marks[bucket, at] = value >> 32 | 2
+        self._places[bucket, at] = row
+
     def _split(self, hashes: Words) -> tuple[Rows, Marks]:
         """(bucket, mark) of each."""
         return (hashes & np.uint64(len(self._marks) - 1)).astype(np.int64), (hashes >> _HALF | _MARK).astype(np.uint32)
@@ -265,36 +255,18 @@ class IdTable:
         if self._live + self._gone + more <= _FILL * self._marks.size:
             return
         rows = self.rows()
-        buckets = 2 * _LEAST // BUCKET
+        buckets = self.LEAST // BUCKET
         while self._live + more > _FILL_AFTER * BUCKET * buckets:
             buckets *= 2
         self._make_buckets(buckets)
         for start in range(0, len(rows), 1 << 16):  # in parts: the hashes of a million ids need not exist at once
-            self._insert(rows[start : start + (1 << 16)])
+            part = rows[start : start + (1 << 16)]
+            self._insert(part, self.hashes(self._ids[part]))
 
     def _make_buckets(self, count: int) -> None:
         self._gone = 0
         self._marks = np.zeros((count, BUCKET), np.uint32)
         self._places = np.zeros((count, BUCKET), np.int32)
-
-    def _take_rows(self, count: int) -> Rows:
-        old = min(count, self._free_count)
-        self._free_count -= old
-        fresh = count - old
-        if self._fresh + fresh > len(self._ids):
-            self._grow(self._fresh + fresh)
-        rows = np.empty(count, np.int64)
-        rows[:old] = self._free[self._free_count : self._free_count + old]
-        rows[old:] = np.arange(self._fresh, self._fresh + fresh)
-        self._fresh += fresh
-        return rows
-
-    def _grow(self, wanted: int) -> None:
-        """A quarter more at least: what is grown and not used yet counts as well."""
-        size = max(wanted, len(self._ids) + len(self._ids) // 4)
-        self._ids = _longer(self._ids, size)
-        self._free = _longer(self._free, size)
-        self._columns = {name: _longer(column, size) for name, column in self._columns.items()}
 
 
 def _mixed(hashes: Words) -> Words:
@@ -305,9 +277,3 @@ def _mixed(hashes: Words) -> Words:
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Per bucket. Eight flags are one word: much faster than a reduction along an axis of eight."""
     return flags.view(np.uint64)[:, 0] != 0
-
-
-def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    grown = np.zeros((size, *array.shape[1:]), array.dtype)
-    grown[: len(array)] = array
-    return grown

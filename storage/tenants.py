@@ -52,7 +52,9 @@ class Tenants:
     def of(self, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
         """(n,) numbers of the tenants of (n, width) ids."""
         spaces = np.ascontiguousarray(ids[:, :SPACE_BYTES]).view(np.uint64)[:, 0]
-        if not len(spaces) or not self._spaces or (spaces == spaces[0]).all():
+        if not self._spaces:
+            return np.zeros(len(spaces), np.int64)
+        if not len(spaces) or (spaces == spaces[0]).all():
             number = self._spaces.get(int(spaces[0]), 0) if len(spaces) else 0
             return np.full(len(spaces), number, np.int64)
         kinds, inverse = np.unique(spaces, return_inverse=True)
@@ -79,7 +81,7 @@ def grouped(numbers: npt.NDArray[np.int64]) -> list[tuple[int, Any]]:
     if not len(numbers):
         return []
     first = int(numbers[0])
-    if (numbers == first).all():
+    if len(numbers) == 1 or (numbers == first).all():
         return [(first, ...)]
     return [(number, np.flatnonzero(numbers == number)) for number in dict.fromkeys(numbers.tolist())]
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hicache_ray.storage import MemoryStore
-from hicache_ray.storage.conformance import PAGE, Abilities, Clock
+from hicache_ray.storage.conformance import PAGE
 from hicache_ray.storage.memory import MemoryLent
-from hicache_ray.store import Answer, Bytes, Store
-from tests.storage.stores import LEASE_S, Staged, Unverified, hold_staged
+from hicache_ray.store import Answer, Bytes
+from tests.storage.stores import Staged
 
 
 class EvictsLeased(MemoryStore):
@@ -164,35 +163,15 @@ class Boasts(MemoryStore):
         return (1 << len(ids)) - 1
 
 
-#: Store -> the rule that it breaks.
-BROKEN: Mapping[type[MemoryStore], str] = {
-    Unverified: "a_flipped_bit_is_a_miss_and_is_gone_then",
-    EvictsLeased: "leased_bytes_are_not_reused",
-    OneTooMany: "the_cap_is_a_cap",
-    NoFence: "a_clear_is_a_fence",
-    ClearsTooMuch: "a_clear_fences_its_prefix_only",
-    TooSoon: "nothing_is_visible_before_it_is_complete",
-    LookupTouches: "a_lookup_touches_nothing",
-    LastWins: "the_same_id_twice_in_one_call",
-    Overwrites: "an_existing_object_is_kept",
-    Truncates: "a_target_of_another_length_is_a_miss",
-    Borrows: "a_source_belongs_to_its_caller_again",
-    ForEver: "a_dead_reader_does_not_pin_for_ever",
-    Forgets: "leased_bytes_are_not_reused",
-    NewestGoes: "within_a_call_the_first_stays_longest",
-    EvictsFirst: "what_can_never_fit_is_refused",
-    NeverPending: "a_put_under_way_is_pending",
-    StaysOpen: "a_closed_handle_says_so",
-    Boasts: "drop_says_what_existed",
-}
+class Overtaken(Staged):
+    """A second put does not see the first one that is under way."""
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        if any(id in self.reserved for id in ids):
+            return MemoryStore.put(self, ids, sources, timeout_s)
+        return super().put(ids, sources, timeout_s)
 
 
-def maker(kind: type[MemoryStore]) -> tuple[Callable[[int], AbstractContextManager[Store]], Abilities]:
-    """As the conformance suite wants it."""
-    clock = Clock()
-
-    @contextmanager
-    def make(capacity_bytes: int) -> Iterator[Store]:
-        yield kind(capacity_bytes, LEASE_S, clock)
-
-    return make, Abilities(clock=clock, hold=hold_staged if issubclass(kind, Staged) else None)
+class DropsVisibleOnly(Staged):
+    def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        return MemoryStore.drop(self, ids, timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import pytest
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientConfig
 from hicache_ray.storage.connection import Deadline, Overloaded
-from hicache_ray.storage.copying import Copier, Copy
+from hicache_ray.storage.copying import Copier
+from hicache_ray.storage.descriptors import Sums
+from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.session import Breaker
 from tests.storage.conftest import PAGES, FakeClock
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, put
@@ -44,7 +47,7 @@ def test_no_time_is_no_time(client: ArenaClient) -> None:
 def test_a_read_longer_than_its_lease_is_a_miss(service: ArenaService, connect: Connect) -> None:
     """Whether or not the bytes were given to another object meanwhile (here they were not)."""
     clock = SlowCopies()
-    client = connect(service.address, clock=clock)
+    client = connect(service.address, ClientConfig(slice_bytes=PAGE, copy_threads=1), clock=clock)
     put(client, range(20))
     clock.step = 1.0  # lease 10 s; more than 20 looks at the clock
     targets = [np.zeros(PAGE, np.uint8) for _ in range(20)]
@@ -55,7 +58,7 @@ def test_a_read_longer_than_its_lease_is_a_miss(service: ArenaService, connect: 
 
 def test_a_deadline_within_the_copies_keeps_what_was_read(service: ArenaService, connect: Connect) -> None:
     clock = SlowCopies()
-    client = connect(service.address, clock=clock)
+    client = connect(service.address, ClientConfig(slice_bytes=PAGE, copy_threads=1), clock=clock)
     put(client, range(20))
     clock.step = 0.01
     targets = [np.zeros(PAGE, np.uint8) for _ in range(20)]
@@ -67,7 +70,7 @@ def test_a_deadline_within_the_copies_keeps_what_was_read(service: ArenaService,
 
 def test_a_deadline_within_a_puts_copies_leaves_nothing(service: ArenaService, connect: Connect) -> None:
     clock = SlowCopies()
-    client, other = connect(service.address, clock=clock), connect(service.address)
+    client, other = connect(service.address, ClientConfig(slice_bytes=PAGE), clock=clock), connect(service.address)
     client.ping(TIMEOUT_S)
     clock.step = 0.01
     with pytest.raises(StoreTimeout):
@@ -185,27 +188,6 @@ def test_breaker(clock: FakeClock) -> None:
     breaker.report(True, False)
 
 
-def test_a_copy_that_is_stopped_leaves_no_writer_behind() -> None:
-    """When run has returned or raised, targets are the caller's again."""
-    sources = [np.full(1 << 20, 1, np.uint8) for _ in range(16)]
-    targets = [np.zeros(1 << 20, np.uint8) for _ in range(16)]
-    copier, looks = Copier(2), iter(range(10**9))
-
-    def stop() -> bool:
-        if next(looks) >= 20:  # whichever thread looks: a helper that fails does not stop the other
-            raise KeyboardInterrupt
-        return False
-
-    copies = [Copy(source, target) for source, target in zip(sources, targets, strict=True)]
-    with pytest.raises(KeyboardInterrupt):
-        copier.run(copies, stop)
-    before = [target.tobytes() for target in targets]
-    assert copier.run(copies[:1], lambda: False) != [None]  # both threads are free again
-    assert [target.tobytes() for target in targets[1:]] == before[1:]
-    assert any(not any(data) for data in before)
-    copier.close()
-
-
 def test_deadline(clock: FakeClock) -> None:
     deadline = Deadline.after(clock, 2.0)
     assert (deadline.left(), deadline.passed()) == (2.0, False)
@@ -216,14 +198,14 @@ def test_deadline(clock: FakeClock) -> None:
 
 
 def test_what_somebody_else_wrote_over_an_object_is_a_miss(client: ArenaClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum is that of the source: a stranger's bytes in our memory, before it was summed, do not pass for ours."""
+    """The checksum is that of the source: a stranger's bytes in our memory, before it was sums, do not pass for ours."""
     run = Copier.run
 
-    def overwritten(self: Copier, copies: list[Copy], stop: Callable[[], bool]) -> list[int | None]:
-        sums = run(self, copies, stop)
-        for copy in copies:
-            if copy.of_source:
-                copy.target[:] = 0xEE
+    def overwritten(self: Copier, batch: Batch, stop: Callable[[], bool]) -> Sums:
+        sums = run(self, batch, stop)
+        if batch.of_source:
+            for address, size in zip(batch.targets.tolist(), batch.sizes.tolist(), strict=True):
+                ctypes.memset(address, 0xEE, size)
         return sums
 
     monkeypatch.setattr(Copier, "run", overwritten)

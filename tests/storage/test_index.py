@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
+import numpy as np
 import pytest
 
-from hicache_ray.storage.descriptors import Loan, Outcome
+from hicache_ray.storage.descriptors import Loan, Outcome, Sums
 from hicache_ray.storage.index import ArenaIndex, Limits
 from hicache_ray.storage.slabs import BLOCK, SlabMap
 from tests.storage.conftest import FakeClock
@@ -185,3 +189,28 @@ def test_old_claims_do_not_pile_up(index: ArenaIndex) -> None:
         index.release(index.lease([name(1)], ME, 5.0).id, 0)
     assert len(index.claims) < 2000
     index.check()
+
+
+@pytest.mark.parametrize("count", [20_000, 70_000, 100_000])
+def test_an_entry_weighs_less_than_250_bytes(count: int, clock: FakeClock) -> None:
+    """Arrays, not objects: everything that the index holds on to, and what of it is arrays."""
+    ids = np.random.default_rng(0).integers(0, 256, (count, 64), np.uint8)
+    capacity = 102_400 * BLOCK
+    words = np.zeros(102_400, np.uint64)
+    tracemalloc.start()
+    try:
+        index = ArenaIndex(SlabMap(capacity, 64 * BLOCK), words, clock)
+        for start in range(0, count, 1000):
+            part = ids[start : start + 1000]
+            reservation = index.reserve(part, np.full(len(part), BLOCK, np.uint64), ME, 5.0)
+            index.seal(reservation.id, Sums(np.ones(len(part), np.bool_), np.zeros(len(part), np.uint64)), ME)
+        del reservation, part
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        assert index.objects == count
+        index.drop(ids[: count // 2])  # what is free again weighs no more
+        index.reserve(ids[: count // 2], np.full(count // 2, BLOCK, np.uint64), ME, 5.0)
+    finally:
+        tracemalloc.stop()
+    assert held < 250 * count
+    assert index.nbytes < 250 * count

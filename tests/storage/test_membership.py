@@ -48,8 +48,9 @@ def test_the_token_is_not_shown(clock: FakeClock) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"alive": [99]}, {"alive": [-1]}, {"alive": 3}, {"before": [["x"]]}, {"members": [["n0"]]}, {"members": [["n0", "1", "no port", ""]]},
-        {"members": [["", "1", "", ""]]}, {"members": [[1, "1", "", ""]]}, {"shard": {"placement": "moon"}}, {"shard": {"spoon": 1}},
+        {"alive": [99]}, {"alive": [-1]}, {"alive": 3}, {"before": [["x"]]}, {"members": [["n0"]]},
+        {"members": [["n0", "1", "no port", ""]]}, {"members": [["", "1", "", ""]]},
+        {"members": [[1, "1", "", ""]]}, {"shard": {"placement": "moon"}}, {"shard": {"spoon": 1}},
         {"streams": "many"}, {"known": 1},
     ],
 )  # fmt: skip

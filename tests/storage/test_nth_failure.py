@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,43 +133,69 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     return found
 
 
-@contextmanager
-def arena(config: ArenaConfig, clock: FakeClock) -> Iterator[ArenaService]:
-    with ArenaService(ArenaConfig(config.name, ROOM * PAGE, slab_bytes=PAGE), clock) as service:
-        yield service
+@dataclass
+class Node:
+    """A service, and clients that connect to it. ``restarts``: every further client finds a new incarnation."""
+
+    config: ArenaConfig
+    clock: FakeClock
+    restarts: bool
+    service: ArenaService = field(init=False)
+    opened: int = 0
+
+    def start(self) -> None:
+        self.service = ArenaService(ArenaConfig(self.config.name, ROOM * PAGE, slab_bytes=PAGE), self.clock).start()
+
+    def open(self) -> ArenaClient:
+        if self.opened and self.restarts:
+            self.close()
+            self.start()
+        self.opened += 1
+        return ArenaClient(self.service.address, clock=self.clock)
+
+    def close(self) -> None:
+        self.service.check()
+        self.service.close()
+
+
+@pytest.fixture(params=[False, True], ids=["reopened", "restarted"])
+def node(request: pytest.FixtureRequest, config: ArenaConfig, clock: FakeClock) -> Iterator[Node]:
+    made = Node(config, clock, request.param)
+    made.start()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("lose", ["question", "answer"])
-def test_an_arena_over_a_socket(lose: str, wire: Wire, config: ArenaConfig, clock: FakeClock) -> None:
+def test_an_arena_over_a_socket(lose: str, wire: Wire, node: Node, clock: FakeClock) -> None:
     """Whatever message is lost, nothing stays reserved or leased for longer than it may, and no wrong byte is served."""
-    with arena(config, clock) as service:
-        for nth in range(1, MOST):
-            wire.nth, wire.lose = nth, lose
-            wire.kinds.clear()
-            failed = play(
-                lambda: ArenaClient(service.address, clock=clock),
-                service.check,
-                lambda: clock.advance(2.0),  # the client leaves a failed store alone for a while
-            )
-            wire.nth, untouched, kinds = 0, nth > len(wire.kinds), set(wire.kinds)
-            assert failed == 0 if untouched else failed <= 1
-            clock.advance(service.config.lease_s)  # what a lost release left
-            assert service.stats().leases == 0
-            assert_empties(service, clock)
-            if untouched:
-                break
-        assert untouched
-        assert {"HELLO", "RESERVE", "SEAL", "LEASE", "RELEASE", "LOOKUP", "DROP", "CLEAR", "SCAN"} == kinds
+    for nth in range(1, MOST):
+        wire.nth, wire.lose = nth, lose
+        wire.kinds.clear()
+        failed = play(
+            node.open,
+            lambda: node.service.check(),
+            lambda: clock.advance(2.0),  # the client leaves a failed store alone for a while
+        )
+        wire.nth, untouched, kinds = 0, nth > len(wire.kinds), set(wire.kinds)
+        assert failed == 0 if untouched else failed <= 1
+        clock.advance(node.service.config.lease_s)  # what a lost release left
+        assert node.service.stats().leases == 0
+        assert_empties(node)
+        if untouched:
+            break
+    assert untouched
+    assert kinds == {"HELLO", "RESERVE", "SEAL", "LEASE", "RELEASE", "LOOKUP", "DROP", "CLEAR", "SCAN"}
 
 
-def assert_empties(service: ArenaService, clock: FakeClock) -> None:
+def assert_empties(node: Node) -> None:
     """After a clear nothing is left, whatever was lost before."""
-    store = ArenaClient(service.address, clock=clock)
+    store = ArenaClient(node.service.address, clock=node.clock)
     store.clear(TIMEOUT_S)
-    while service.stats().used_bytes:
+    while node.service.stats().used_bytes:
         pass  # until the service has seen that a broken connection is closed
     assert put(store, range(ROOM)) == (1 << ROOM) - 1
     assert get(store, range(ROOM)) == set(range(ROOM))
     store.clear(TIMEOUT_S)
     store.close()
-    service.check()
+    node.service.check()

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, wire
 from hicache_ray.storage.owned import PREFIX
+from hicache_ray.storage.serving import Log
 from hicache_ray.storage.wire import HEADER, MAGIC, VERSION, Kind
+from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, put
 
 
@@ -127,6 +130,74 @@ def test_many_connections_leave_nothing(service: ArenaService, client: ArenaClie
     for _ in range(500):
         Peer(service.address.socket, greet=False).sock.close()
     assert get(client, [1]) == {1}
+
+
+def test_ten_thousand_connections_are_refused_in_few_words(
+    config: ArenaConfig, connect: Callable[..., ArenaClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bounded threads, bounded log, and whoever is connected is served."""
+    with ArenaService(replace(config, max_connections=4)) as service:
+        client = connect(service.address)
+        assert put(client, [1]) == 1
+        peers = [Peer(service.address.socket) for _ in range(3)]
+        with caplog.at_level(logging.WARNING, "hicache_ray.storage"):
+            for _ in range(10_000):
+                Peer(service.address.socket, greet=False).sock.close()
+            last = Peer(service.address.socket, greet=False)
+            assert b"all 4 connections are taken" in last.wait_for_the_end()
+        last.sock.close()
+        assert 1 <= len(caplog.records) <= 400
+        assert sum(t.name.startswith("hicache-arena") for t in threading.enumerate()) == 5
+        assert len(service._threads) <= 5
+        assert get(client, [1]) == {1}
+        for peer in peers:
+            peer.sock.close()
+
+
+def test_a_flood_of_lines_is_a_few_and_a_count(clock: FakeClock) -> None:
+    said = Log(clock, most=3, seconds=10.0)
+    assert [said.admit() for _ in range(5)] == [0, 0, 0, None, None]
+    clock.advance(10.0)
+    assert [said.admit() for _ in range(4)] == [2, 0, 0, None]
+
+
+def mangled(chance: np.random.Generator) -> bytes:
+    """A frame as a broken or hostile peer would send it."""
+    kind, count = int(chance.integers(0, 16)), int(chance.integers(0, 5))
+    ids = wire.ids([name(int(n)) for n in chance.integers(0, 9, count)])
+    body = ids + chance.bytes(int(chance.integers(0, 80)))
+    if chance.random() < 0.4:  # well formed up to the last byte
+        words = wire.numbers("Q", [(0, 1, PAGE, 2**40, 2**64 - 1)[n] for n in chance.integers(0, 5, count)])
+        body = ids + words * bool(chance.integers(2)) + struct.pack("<d", float(chance.choice([0.0, 1.0, 1e300, np.nan, -1.0])))
+    raw = bytearray(wire.encode(kind, 1, body))
+    for _ in range(int(chance.integers(0, 3))):
+        raw[int(chance.integers(len(raw)))] ^= 1 << int(chance.integers(8))
+    return bytes(raw[: int(chance.integers(1, len(raw) + 1))] if chance.random() < 0.3 else raw)
+
+
+def test_fuzz(service: ArenaService, client: ArenaClient, caplog: pytest.LogCaptureFixture) -> None:
+    """A fixed budget of hostile frames; what others stored may be dropped by a peer that may drop, but never changed."""
+    chance, sent = np.random.default_rng(7), 0
+    with caplog.at_level(logging.CRITICAL, "hicache_ray.storage"):
+        for round in range(150):
+            peer = Peer(service.address.socket)
+            with contextlib.suppress(OSError):
+                for _ in range(int(chance.integers(1, 12))):
+                    peer.sock.sendall(mangled(chance))
+                    sent += 1
+            peer.sock.shutdown(socket.SHUT_WR)
+            peer.wait_for_the_end()
+            peer.sock.close()
+            if round % 10 == 0:
+                service.check()
+                put(client, range(9))
+                get(client, range(9))
+    assert sent > 500
+    while len(service._handlers) > 1:
+        client.ping(TIMEOUT_S)  # until the service has seen that they are gone
+    client.clear(TIMEOUT_S)
+    assert client.stats(TIMEOUT_S).pending_bytes == 0
+    assert put(client, [1]) == 1
 
 
 def test_a_closed_peers_reservation_is_reclaimed(client: ArenaClient, peer: Callable[..., Peer]) -> None:

@@ -23,12 +23,16 @@ def random_ids(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 64), np.uint8)
 
 
+class Small(IdTable):
+    LEAST = 128
+
+
 class Tables(RuleBasedStateMachine):
     """Few numbers, so that slots are taken and left many times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = IdTable(columns={"number": "i8"})
+        self.table = Small(columns={"number": "i8"})
         self.twin: dict[bytes, int] = {}
         self.hidden: list[int] = []
 
@@ -110,7 +114,7 @@ def test_a_table_is_light(count: int) -> None:
     for start in range(0, count, 1000):
         table.add(random_ids(min(1000, count - start), start))
     assert len(table) == count
-    assert table.nbytes <= 130 * count
+    assert table.nbytes <= 140 * count
 
 
 def test_churn_does_not_grow_it() -> None:

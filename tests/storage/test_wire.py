@@ -6,13 +6,15 @@ import contextlib
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ray.storage import bits, messages, wire
-from hicache_ray.storage.descriptors import Grant, Lease, Loan, Outcome, Reservation
+from hicache_ray.storage.descriptors import Grant, Lease, Loan, Outcome, Reservation, Sums
 from hicache_ray.storage.messages import Hello
+from hicache_ray.storage.table import packed, unpacked
 from hicache_ray.storage.wire import HEADER, MAGIC, MAX_BODY, REPLY, VERSION, Frame, Kind, Reader, Splitter, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
 
@@ -96,7 +98,8 @@ def test_hello() -> None:
 
 @given(ids(KEY_BYTES), ids(TAG_BYTES))
 def test_lookup(keys: list[bytes], tags: list[bytes]) -> None:
-    assert messages.unpack_lookup(Reader(messages.pack_lookup(keys, tags))) == (keys, tags)
+    found, asked = messages.unpack_lookup(Reader(messages.pack_lookup(keys, tags)))
+    assert (unpacked(found), asked) == (keys, tags)
 
 
 def test_a_lookup_bounds_the_work_of_the_service() -> None:
@@ -116,24 +119,34 @@ def test_answers(parts: list[tuple[int, int]]) -> None:
 @given(ids(KEY_BYTES + TAG_BYTES), st.data(), SECONDS)
 def test_reserve(names: list[bytes], data: st.DataObject, seconds: float) -> None:
     lengths = data.draw(st.lists(U64, min_size=len(names), max_size=len(names)))
-    assert messages.unpack_reserve(Reader(messages.pack_reserve(names, lengths, seconds))) == (names, lengths, seconds)
+    for form in (names, packed(names)):
+        found, sizes, time = messages.unpack_reserve(Reader(messages.pack_reserve(form, lengths, seconds)))
+        assert (unpacked(found), sizes.tolist(), time) == (names, lengths, seconds)
 
 
 @given(U64, SECONDS, st.lists(st.builds(Grant, st.sampled_from(Outcome), U64), max_size=9))
 def test_reservation(id: int, seconds: float, grants: list[Grant]) -> None:
-    reservation = Reservation(id, seconds, grants)
-    assert messages.unpack_reservation(Reader(messages.pack_reservation(reservation)), len(grants)) == reservation
+    outcomes, offsets = np.array([g.outcome for g in grants], np.uint8), np.array([g.offset for g in grants], np.uint64)
+    found = messages.unpack_reservation(Reader(messages.pack_reservation(Reservation(id, seconds, outcomes, offsets))), len(grants))
+    assert (found.id, found.seconds, found.grants) == (id, seconds, grants)
+    assert found.granted.tolist() == [i for i, grant in enumerate(grants) if grant.outcome is Outcome.GRANTED]
 
 
 @given(U64, st.lists(st.none() | U64, max_size=20))
 def test_seal(id: int, checksums: list[int | None]) -> None:
-    assert messages.unpack_seal(Reader(messages.pack_seal(id, checksums))) == (id, checksums)
+    for form in (checksums, Sums.of(checksums)):
+        found, sums = messages.unpack_seal(Reader(messages.pack_seal(id, form)))
+        assert (found, sums.listed()) == (id, checksums)
 
 
 @given(U64, SECONDS, st.lists(st.none() | st.builds(Loan, U64, U64, U64, U64), max_size=20))
 def test_lease(id: int, seconds: float, loans: list[Loan | None]) -> None:
-    lease = Lease(id, seconds, loans)
-    assert messages.unpack_lease(Reader(messages.pack_lease(lease)), len(loans)) == lease
+    hit = np.array([loan is not None for loan in loans], np.bool_)
+    lease = Lease(id, seconds, hit, np.array([loan for loan in loans if loan is not None], np.uint64).reshape(-1, 4))
+    found = messages.unpack_lease(Reader(messages.pack_lease(lease)), len(loans))
+    assert (found.id, found.seconds, found.loans) == (id, seconds, loans)
+    columns = zip(found.offsets.tolist(), found.lengths.tolist(), found.checksums.tolist(), found.generations.tolist(), strict=True)
+    assert [loans[i] for i in found.which.tolist()] == [Loan(*column) for column in columns]
 
 
 @given(st.binary(max_size=64), st.dictionaries(st.text(max_size=9), st.text(max_size=9)))
@@ -155,7 +168,9 @@ def test_what_is_not_a_duration(seconds: float) -> None:
 
 @given(st.lists(st.booleans(), max_size=200))
 def test_bitsets(flags: list[bool]) -> None:
-    packed = bits.pack(flags)
-    assert packed == sum(1 << i for i, flag in enumerate(flags) if flag)
-    assert list(bits.each(packed)) == [i for i, flag in enumerate(flags) if flag]
-    assert Reader(wire.bitset(packed, len(flags))).bits(len(flags)) == packed
+    value = bits.pack(flags)
+    assert value == sum(1 << i for i, flag in enumerate(flags) if flag) == bits.packed(np.array(flags, np.bool_))
+    assert list(bits.each(value)) == [i for i, flag in enumerate(flags) if flag]
+    assert bits.unpacked(value | 1 << len(flags), len(flags)).tolist() == flags
+    assert Reader(wire.bitset(value, len(flags))).bits(len(flags)) == value
+    assert Reader(wire.flags(np.array(flags, np.bool_))).flags(len(flags)).tolist() == flags

@@ -1,0 +1,151 @@
+"""What moves the bytes of a batch and sums them: the compiled loop, or C's memmove and the xxhash library.
+
+The compiled loop is loaded in the background from the first copy on; until it is there, and where it cannot be had, the other one works.
+So a process that never copies (a coordinator) does not load a compiler, and the first copy does not wait for one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from hicache_ray.storage.addresses import Ints, views_of
+from hicache_ray.storage.descriptors import U64
+from hicache_ray.store import Bytes
+
+log = logging.getLogger("hicache_ray.storage")
+KERNELS = ("auto", "off")
+_MODULE = "hicache_ray.storage.kernel"
+_CHUNK = 512 << 10  # bytes; measured: 256 KiB switches threads too often, 1 MiB leaves the cache before it is hashed
+_LEAST = 1024  # bytes that a call moves at least
+_LOAD_S = 60.0
+
+
+class Batch(NamedTuple):
+    """Copy ``sizes[i]`` bytes from address ``sources[i]`` to ``targets[i]``; nothing overlaps. The caller keeps the memory alive.
+
+    ``of_source``: the checksums are those of the sources, whatever happens to the targets meanwhile; else of what was written.
+    ``stream``: write past the caches.
+    """
+
+    sources: Ints
+    targets: Ints
+    sizes: Ints
+    of_source: bool = False
+    stream: bool = False
+
+    @classmethod
+    def of(cls, sources: Sequence[Bytes], targets: Sequence[Bytes], of_source: bool = False) -> Batch:
+        """Between buffers, which the caller holds on to. Raises StoreError."""
+        of, to = views_of(sources), views_of(targets, writable=True)
+        return cls(of.addresses, to.addresses, to.sizes, of_source, stream=True)
+
+
+class Mover(Protocol):
+    """Belongs to one thread, which finishes a piece before it begins another."""
+
+    def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
+        """Go on from ``at`` = [piece, byte of it] up to piece ``end``, or until about ``budget`` bytes are done.
+
+        Afterwards ``at`` says how far it came, and ``checksums`` has the xxh3-64 of every piece before that.
+        """
+        ...
+
+
+class PlainMover:
+    """The oracle of the other."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
+        piece, done = at.tolist()
+        while piece < end and budget > 0:
+            of, to, size = int(batch.sources[piece]), int(batch.targets[piece]), int(batch.sizes[piece])
+            if done == 0:
+                self._digest.reset()
+            part = min(size - done, _CHUNK, max(budget, _LEAST))
+            ctypes.memmove(to + done, of + done, part)
+            self._digest.update(_bytes_at((of if batch.of_source else to) + done, part))
+            budget, done = budget - max(part, 1), done + part
+            if done == size:
+                checksums[piece] = self._digest.intdigest()
+                piece, done = piece + 1, 0
+        at[:] = piece, done
+
+
+class KernelMover:
+    """The compiled loop of :mod:`hicache_ray.storage.kernel`."""
+
+    def __init__(self, module: Any) -> None:
+        self._function, self._short = module.move, module.SHORT
+        self._sums = np.empty(8, np.uint64)
+        self._address = self._sums.ctypes.data
+
+    def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
+        begin = int(at[0])
+        self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
+        sizes = batch.sizes[begin : int(at[0])]
+        if not len(sizes) or sizes.min() > self._short:
+            return
+        for i in begin + np.flatnonzero(sizes <= self._short):
+            address = (batch.sources if batch.of_source else batch.targets)[i]
+            checksums[i] = xxhash.xxh3_64_intdigest(_bytes_at(int(address), int(batch.sizes[i])))
+
+
+class Movers:
+    """Gives every thread its mover. ``kernel``: ``auto | off``."""
+
+    def __init__(self, kernel: str) -> None:
+        self._lock = threading.Lock()
+        self._module: Any = None
+        self._loader: threading.Thread | None = None
+        self._off = kernel == "off"
+
+    def mover(self) -> Mover:
+        """The best there is now; never waits."""
+        if not self._off and self._module is None:
+            self._begin()
+        return PlainMover() if self._module is None else KernelMover(self._module)
+
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loop; True once it is used."""
+        if not self._off and self._module is None:
+            self._begin()
+            if self._loader is not None:
+                self._loader.join(timeout_s)
+        return self._module is not None
+
+    def close(self) -> None:
+        """No thread of ours is left: a compilation that is under way is waited for, a few seconds."""
+        if self._loader is not None:
+            self._loader.join(_LOAD_S)
+
+    def _begin(self) -> None:
+        with self._lock:
+            loaded = sys.modules.get(_MODULE)
+            if hasattr(loaded, "move"):  # not while another thread still imports it
+                self._module = loaded
+            elif self._loader is None:
+                self._loader = threading.Thread(target=self._load, name="hicache-kernel")
+                self._loader.start()
+
+    def _load(self) -> None:
+        try:
+            self._module = importlib.import_module(_MODULE)
+        except Exception as error:  # whatever a compiler may raise on some machine: copies work without it
+            self._off = True
+            log.warning("the arena copies with memmove, at about half the speed: its compiled loop cannot be had: %s", error)
+
+
+def _bytes_at(address: int, size: int) -> Any:
+    kind: Callable[..., Any] = ctypes.c_char * size
+    return kind.from_address(address)  # type: ignore[attr-defined]
