@@ -182,7 +182,11 @@ class Announcer:
         self.stats.announced += announce_visible(self.here().holder, self.store, home, ids, timeout_s)
 
     def _withdraw(self, home: Directory, ids: Sequence[bytes], timeout_s: float) -> None:
-        """What has come back since is announced after the withdrawal, so that it is known in the end."""
-        home.withdraw(self.here().holder, ids, timeout_s)
-        announce_visible(self.here().holder, self.store, home, ids, timeout_s)
-        self.stats.withdrawn += len(ids)
+        """Those that are not there, be it on a disk. What has come back since is announced after the withdrawal, so that it is known in the
+        end."""
+        there = visible(self.store, ids, timeout_s)
+        gone = [id for i, id in enumerate(ids) if not there >> i & 1]
+        if gone:
+            home.withdraw(self.here().holder, gone, timeout_s)
+            announce_visible(self.here().holder, self.store, home, gone, timeout_s)
+        self.stats.withdrawn += len(gone)

@@ -74,10 +74,10 @@ class ArenaIndex(Holdings):
         self.expire()
         return self.table.find(ids) >= 0
 
-    def reserved_ids(self, reservation: int) -> list[bytes]:
-        """Ids of the objects that a reservation placed, in the order of the grants; none where it is not open."""
+    def reserved(self, reservation: int) -> tuple[list[bytes], list[int]]:
+        """Ids and lengths of the objects that a reservation placed, in the order of the grants; none where it is not open."""
         hold = self.claims.holds.get(reservation)
-        return [] if hold is None else unpacked(self.table.ids(hold.rows))
+        return ([], []) if hold is None else (unpacked(self.table.ids(hold.rows)), self.table["length"][hold.rows].tolist())
 
     def __contains__(self, id: bytes) -> bool:
         """Is it visible?"""

@@ -36,7 +36,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MembersConfig:
-    """A node is dead after ``misses`` pings missed in a row, or one missed ``dead_after_s`` after it was last heard.
+    """A node is dead after ``misses`` pings missed in a row, or two when ``dead_after_s`` have passed since it was last heard.
 
     Pings go out every ``ping_s`` and wait ``ping_timeout_s``. For ``settle_s`` after a change, a miss at a home that is new to a group may
     only mean that the holders have not told it yet.
@@ -173,7 +173,10 @@ class Members:
             if state is None or not state.alive:
                 return
             state.misses += 1
-            if state.misses >= self.config.misses or self._clock() - state.heard_at >= self.config.dead_after_s:
+            silent = (
+                state.misses > 1 and self._clock() - state.heard_at >= self.config.dead_after_s
+            )  # one miss may be the asker's own pause
+            if state.misses >= self.config.misses or silent:
                 state.alive = False
                 self._changed()
 

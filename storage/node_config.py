@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from hicache_ray.errors import ConfigError
 from hicache_ray.storage.announcer import AnnouncerConfig
 from hicache_ray.storage.arena import ArenaConfig
+from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.members import Member, MembersConfig
 from hicache_ray.storage.membership import require_member
 from hicache_ray.storage.peers import ShardConfig
@@ -20,7 +21,8 @@ class NodeConfig:
     ``host``, ``port``: where the others reach it; port 0: the system picks one. ``streams``: sockets that a large read from one other
     node is spread over. ``max_connections``, ``inflight_bytes``: of the tcp plane. ``label``: failure domain. ``shard``: where bytes go;
     the same on every node. ``flight_port``: of an Arrow Flight endpoint, 0: the system picks one, None: none. ``home_entries``: most
-    entries of this node's part of the directory.
+    entries of this node's part of the directory. ``disk``: what lies behind the arena, None: nothing; ``write_behind_bytes``: of the
+    objects that wait to be written there, at most.
     """
 
     node: str
@@ -37,10 +39,14 @@ class NodeConfig:
     announcer: AnnouncerConfig = field(default_factory=AnnouncerConfig)
     home_entries: int = 1 << 20
     flight_port: int | None = None
+    disk: DiskConfig | None = None
+    write_behind_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         require_member(Member(self.node, "0", "", self.label))
         TcpClientConfig(streams=self.streams)
+        if self.write_behind_bytes <= 0:
+            raise ConfigError(f"storage.write_behind_bytes must be positive, got {self.write_behind_bytes}")
         if self.token:
             self.tcp  # noqa: B018  it says what is wrong
         elif self.flight_port is not None:

@@ -113,9 +113,7 @@ class Borrowed:
 class Links:
     """At most ``config.connections`` links; the one given back last is lent first. Usable by several threads of its process."""
 
-    def __init__(
-        self, address: TcpAddress, token: str, config: TcpClientConfig, clock: Callable[[], float], incarnation: str = ""
-    ) -> None:
+    def __init__(self, address: TcpAddress, token: str, config: TcpClientConfig, clock: Callable[[], float], incarnation: str = "") -> None:
         self.address, self._token, self._config, self._clock = address, token, config, clock
         self._incarnation = incarnation
         self._pid = os.getpid()

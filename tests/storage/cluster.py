@@ -204,4 +204,4 @@ class Cluster:
             return self.connect(member).directory
 
         store: Store = node.store
-        return Announcer(lambda: node.member, store, self.members.alive, directory, AnnouncerConfig(), self.clock)
+        return Announcer(lambda: node.member, store, self.members.alive, directory, AnnouncerConfig(), self.clock, node.index)

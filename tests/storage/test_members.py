@@ -68,13 +68,20 @@ def test_three_missed_pings_are_a_death_and_a_word_is_a_return(clock: FakeClock)
     members.check()
 
 
-def test_one_miss_two_seconds_after_the_last_word_is_a_death(clock: FakeClock) -> None:
+def test_two_misses_two_seconds_after_the_last_word_are_a_death(clock: FakeClock) -> None:
+    """Where pings are far apart. A single miss may be the pause of the one who asked."""
     members = cluster(clock)
-    clock.advance(1.9)
+    clock.advance(1.0)
     members.missed("n1")
-    assert len(names(members)) == 3
-    clock.advance(0.1)
+    clock.advance(1.0)
     members.missed("n1")
+    assert names(members) == ["n0:1", "n2:1"]
+    clock.advance(3600)
+    members.missed("n2")
+    assert names(members) == ["n0:1", "n2:1"]
+    members.heard("n2", "1")
+    members.missed("n2")
+    members.missed("n2")
     assert names(members) == ["n0:1", "n2:1"]
 
 
