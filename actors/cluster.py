@@ -26,7 +26,7 @@ from hicache_ray.actors.gateway import GatewayActor, GatewaySetup
 from hicache_ray.actors.local import LocalRay, check_ports
 from hicache_ray.actors.remote import cause, living
 from hicache_ray.actors.serve import application
-from hicache_ray.actors.setup import Prepared, arena_config, check_capacities, settings_of, spec_from_json, weights_id
+from hicache_ray.actors.setup import Prepared, arena_config, check_capacities, check_disk, settings_of, spec_from_json, weights_id
 from hicache_ray.config import Config
 from hicache_ray.config_sources import masked
 from hicache_ray.errors import ConfigError, HiCacheError
@@ -55,6 +55,7 @@ def check(config: Config) -> None:
     canonical_type(config.model.family)
     if config.storage.backend != "none":
         arena_config(config)
+        check_disk(config)
 
 
 def prepare(config: Config, folder: str) -> Prepared:

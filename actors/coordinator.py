@@ -256,6 +256,7 @@ class CoordinatorShell:
             "calls": dict(driver.calls),
             "leases": len(res.leases.open()),
             "lost": driver.lost,
+            "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "rank_pids": list(self.begun.pids),
             "restarted": self.begun.why,

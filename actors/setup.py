@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from hicache_ray.lease import Place
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig, ShardConfig
+from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.node_config import NodeConfig
 
 SHARED_MEMORY = "/dev/shm"
@@ -147,7 +150,40 @@ def node_config(config: Config, here: Here, token: str) -> NodeConfig:
         label=domain or here.node,
         shard=ShardConfig(store.placement, store.replicas, store.workers),
         flight_port=store.flight_port,
+        disk=disk_config(config, here),
+        write_behind_bytes=store.write_behind or max(store.size // 4, 1),
     )
+
+
+def check_disk(config: Config) -> Path | None:
+    """The folder of ``storage.disk_path`` on this machine, None for none. Raises :class:`ConfigError` where it cannot be used."""
+    if config.storage.disk_path is None:
+        return None
+    path = Path(config.storage.disk_path)
+    if not path.is_dir():
+        raise ConfigError(f'storage.disk_path is "{path}", which is not a folder on {os.uname().nodename}; make it, or choose another')
+    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(f'storage.disk_path is "{path}", which cannot be written on {os.uname().nodename}; choose another')
+    return path
+
+
+def disk_config(config: Config, here: Here) -> DiskConfig | None:
+    """Settings of the disk behind a node's arena, in a folder that the same node finds again; to be called on that node. Raises
+    :class:`ConfigError`."""
+    path, store = check_disk(config), config.storage
+    if path is None:
+        return None
+    name = f"-{re.sub(r'[^A-Za-z0-9_.-]', '_', here.name)}" if here.name else ""
+    folder = path / f"{store.name}{name}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        taken = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+        room = shutil.disk_usage(folder).free + taken
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}; choose another storage.disk_path") from error
+    if store.disk_size > room:
+        raise ConfigError(f"storage.disk_size is {format_size(store.disk_size)} and {path} has {format_size(room)} for it; lower it")
+    return DiskConfig(str(folder), store.disk_size, direct=store.direct, fsync=store.fsync, lease_s=store.lease_s)
 
 
 def namespace_of(config: Config, model_id: str) -> Namespace:
