@@ -32,8 +32,8 @@ START_S = 60.0
 TELL_S = 10.0
 ROOM_S = 60.0
 SWEEP_S = 15.0
-#: An actor that does not close itself within this time is killed.
-CLOSE_S = 5.0
+#: An actor that does not close itself within this time is killed; longer where it may have a disk to write to.
+CLOSE_S, DISK_CLOSE_S = 5.0, 15.0
 
 
 class StorageShell:
@@ -175,7 +175,8 @@ def end(config: Config) -> None:
     store = config.storage.name
     actors = living(lambda n: names.is_storage(n, store))
     closing = {name: actor.close.remote() for name, actor in actors.items()}
-    closed = set(ray.wait(list(closing.values()), num_returns=len(closing), timeout=CLOSE_S)[0]) if closing else set()
+    patience_s = DISK_CLOSE_S if config.storage.disk_path else CLOSE_S
+    closed = set(ray.wait(list(closing.values()), num_returns=len(closing), timeout=patience_s)[0]) if closing else set()
     for actor in [*actors.values(), *living(lambda n: n == names.directory(store)).values()]:
         ray.kill(actor)
     left = [name.rpartition(":")[2] for name, call in closing.items() if call not in closed or not _well(call)]
