@@ -19,6 +19,7 @@ from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
 
 _JOIN_S = 5.0
+_AGAIN_S = 2.0
 
 
 def announce_visible(holder: str, store: Store, home: Directory, ids: Sequence[bytes], timeout_s: float) -> int:
@@ -145,6 +146,8 @@ class Announcer:
         if told is None or due or alone or told.member(self.here().node) != view.member(self.here().node):
             # Also as a new incarnation: the old one's entries count for nothing.
             self._todo, self._said_at = dict.fromkeys(mine), self.clock()
+            if alone:  # and once more when every client has heard that others are there
+                self._said_at -= max(self.config.refresh_s - _AGAIN_S, 0.0)
         else:
             moved = {group for group in {group_of(id) for id in mine} if told.home(group) != view.home(group)}
             self._later([id for id in mine if group_of(id) in moved])

@@ -18,7 +18,7 @@ from hicache_ray.storage.connection import Connection, Deadline, Expired, Pool
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.membership import Membership, require_reachable, unpack_membership
 from hicache_ray.storage.peers import NodeHandle
-from hicache_ray.storage.session import ClientConfig
+from hicache_ray.storage.session import Breaker, ClientConfig
 from hicache_ray.storage.sharded import ShardedStore
 from hicache_ray.storage.tcp import TcpClientConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -53,6 +53,7 @@ class ClusterClient:
     def __init__(self, socket: str, config: OpenConfig, clock: Callable[[], float]) -> None:
         self._here = ArenaClient(socket, config.client, clock)
         self._config, self._clock, self._pid = config, clock, os.getpid()
+        self._breaker = Breaker(clock, config.client.backoff_s, config.client.backoff_most_s)  # as long as nothing is known
         self._questions = Pool(lambda deadline: Connection(socket, deadline), 1)
         self._lock = threading.Lock()  # of who asks for the members
         self._said = b""
@@ -150,19 +151,38 @@ class ClusterClient:
         now = self._clock()
         if self._target is not None and now < self._fresh_until:
             return
-        patience = deadline if self._target is None else Deadline(self._clock, now + deadline.left() / 2)
-        try:
-            with self._questions.lend(patience) as connection:
-                said = connection.call(Kind.MEMBERS, b"", patience).rest()
-        except StoreTimeout:
-            if self._target is None:
-                raise
-            self._fresh_until = self._clock() + self._config.client.backoff_s
-            return
+        if self._target is None:
+            said = self._ask_first(deadline)
+        else:
+            try:
+                said = self._ask(Deadline(self._clock, now + deadline.left() / 2))
+            except StoreTimeout:
+                self._fresh_until = self._clock() + self._config.client.backoff_s
+                return
         if said != self._said or self._target is None:
             self._adopt(unpack_membership(said, self._version + 1))
             self._said = said
         self._fresh_until = now + self._config.view_s
+
+    def _ask(self, deadline: Deadline) -> bytes:
+        with self._questions.lend(deadline) as connection:
+            return connection.call(Kind.MEMBERS, b"", deadline).rest()
+
+    def _ask_first(self, deadline: Deadline) -> bytes:
+        """A service that is frozen, or not there, costs one caller a deadline now and then, not every caller a full one."""
+        tried = self._breaker.admit()
+        well: bool | None = None
+        try:
+            said = self._ask(deadline)
+            well = True
+            return said
+        except Expired:
+            raise
+        except StoreError:
+            well = False
+            raise
+        finally:
+            self._breaker.report(well, tried)
 
     def _adopt(self, known: Membership | None) -> None:
         before, self._known = self._known, known

@@ -31,7 +31,7 @@ class NodeConfig:
     host: str = "127.0.0.1"
     port: int = 0
     streams: int = 2
-    max_connections: int = 256
+    max_connections: int = 1024
     inflight_bytes: int = 512 << 20
     label: str = ""
     shard: ShardConfig = field(default_factory=ShardConfig)

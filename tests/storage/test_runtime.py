@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.errors import ConfigError, StoreClosed, StoreError
+from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import ArenaClient, NodeAddress, ShardConfig, StorageNode, open_store
 from hicache_ray.storage.members import Member
 from hicache_ray.storage.tcp_client import TcpStore
@@ -232,6 +232,21 @@ def test_what_was_written_before_the_others_came_is_found_by_them(make: Callable
     assert get(store, MANY) == set(MANY)
 
 
+def test_what_a_client_wrote_that_knew_nobody_yet_is_found_a_moment_later(make: Callable[..., Nodes]) -> None:
+    nodes = make(1)
+    store = nodes.open(0)
+    put(store, MANY[:8])
+    nodes.announce()
+    nodes.start(node_config(1))
+    nodes.introduce()
+    nodes.announce()
+    put(store, MANY[8:])  # no time has passed: it still believes that its node is alone
+    assert present(nodes.open(1), MANY) == set(MANY[:8])
+    nodes.settle()
+    nodes.announce()
+    assert get(nodes.open(1), MANY) == set(MANY)
+
+
 def test_a_node_alone_is_its_arena_and_no_more(make: Callable[..., Nodes]) -> None:
     nodes = make(1)
     store = nodes.open(0)
@@ -279,6 +294,24 @@ def test_a_hung_node_delays_nobody_beyond_the_deadline(nodes: Nodes) -> None:
             thread.join(TIMEOUT_S)
         assert len(waiting) <= nodes[0].config.shard.workers
         assert done == [sum(1 << i for i, n in enumerate(numbers) if n in lost)] * 8
+        store.close()
+
+
+def test_a_frozen_service_costs_one_deadline_and_not_every_call_one(tmp_path: Path, clock: FakeClock, nothing_left: None) -> None:
+    """Nothing is known of it yet, and it takes connections and never says a word."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(path)
+        silent.listen()
+        store = open_store(path, clock=clock)
+        with pytest.raises(StoreTimeout):
+            store.lookup([key(1)], [TAG], 0.05)
+        for call in CALLS.values():  # whose deadlines are far
+            with pytest.raises(StoreError, match="not asked again for 0.50 s"):
+                call(store)
+        clock.advance(0.5)
+        with pytest.raises(StoreTimeout):
+            store.lookup([key(1)], [TAG], 0.05)
         store.close()
 
 
