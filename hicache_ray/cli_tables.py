@@ -81,7 +81,17 @@ def stats_table(stats: Mapping[str, Any]) -> Table:
     for node, store in stats["storage"].items():
         if "error" in store:
             table.add_row(node[:8], "storage", store["error"])
-        else:
-            used, cap = (f"{store[k] / 2**20:,.1f} MiB" for k in ("used_bytes", "capacity_bytes"))
-            table.add_row(f"node {node[:8]}", "storage", f"{store['objects']:,} objects", used, cap, f"{store['evictions']:,}")
+            continue
+        alive = sum(member["alive"] for member in store["members"].values())
+        _store_row(table, f"node {node[:8]} ({alive} of {len(store['members'])} seen)", "storage", store)
+        if store["disk"] is not None:
+            _store_row(table, f"node {node[:8]}", "disk", store["disk"])
     return table
+
+
+def _store_row(table: Table, name: str, tier: str, row: Mapping[str, Any]) -> None:
+    if "error" in row:
+        table.add_row(name, tier, row["error"])
+        return
+    used, cap = (f"{row[k] / 2**20:,.1f} MiB" for k in ("used_bytes", "capacity_bytes"))
+    table.add_row(name, tier, f"{row['objects']:,} objects", used, cap, f"{row['evictions']:,}")
