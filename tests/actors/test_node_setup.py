@@ -1,0 +1,89 @@
+"""From the configuration to the settings of a node's storage, and what a machine cannot do."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ray.actors.setup import Here, check_disk, node_config
+from hicache_ray.config import Config
+from hicache_ray.config_sources import FileText, load
+from hicache_ray.errors import ConfigError
+
+NODE = Here("0123456789abcdef" * 3, "10.0.0.7", "", {"rack": "r7"})
+
+
+def config(**flags: Any) -> Config:
+    return load(flags={"storage.size": "1MiB", **{f"storage.{name}": value for name, value in flags.items()}}).config
+
+
+def test_a_node_has_names_of_its_own_and_is_reached_where_it_is_told() -> None:
+    made = node_config(config(), NODE, "secret")
+    assert (made.node, made.arena.name) == (NODE.node, "hicache-storage-01234567")
+    assert (made.host, made.port, made.streams, made.flight_port) == ("127.0.0.1", 0, 2, None)
+    assert (made.label, made.disk) == (NODE.node, None)  # each node is a failure domain of its own
+    assert (made.shard.placement, made.shard.replicas, made.arena.pending_bytes) == ("writer", 1, None)
+    assert "secret" not in repr(made)
+    far = config(host="auto", port=7070, streams=4, flight_port=0, label="rack", placement="home", replicas=2, workers=3)
+    made = node_config(far, NODE, "secret")
+    assert (made.host, made.port, made.streams, made.flight_port, made.label) == ("10.0.0.7", 7070, 4, 0, "r7")
+    assert (made.shard.placement, made.shard.replicas, made.shard.workers) == ("home", 2, 3)
+    assert node_config(config(label="zone"), NODE, "secret").label == NODE.node  # it carries no such label
+    assert pickle.loads(pickle.dumps(far)) == far  # noqa: S301  Ray passes it to the actor
+
+
+def test_limits_reach_the_arena() -> None:
+    text = FileText("tier.yaml", "tenants: {acme: {salt: a-long-salt, max_bytes: 64KiB}, zenith: {salt: another-salt}}")
+    flags = {"storage.size": "1MiB", "storage.pending": "128KiB", "storage.huge_pages": "off", "storage.write_behind": "32KiB"}
+    made = node_config(load(text, flags=flags).config, NODE, "secret")
+    assert made.arena.tenant_bytes == {"acme": 64 << 10}
+    assert (made.arena.pending_bytes, made.arena.huge_pages, made.write_behind_bytes) == (128 << 10, "off", 32 << 10)
+    assert node_config(config(), NODE, "secret").write_behind_bytes == 256 << 10
+
+
+def test_a_node_finds_its_folder_on_disk_again(tmp_path: Path) -> None:
+    wanted = config(disk_path=str(tmp_path), disk_size="4MiB", fsync="always", direct="off")
+    disk = node_config(wanted, NODE, "secret").disk
+    assert disk is not None
+    assert (disk.directory, disk.size_bytes, disk.fsync, disk.direct) == (str(tmp_path / "hicache-storage"), 4 << 20, "always", "off")
+    assert Path(disk.directory).stat().st_mode & 0o777 == 0o700
+    again = node_config(wanted, Here("f" * 48, "10.0.0.7"), "secret").disk
+    assert again == disk  # also when Ray has given the machine another id
+    named = node_config(wanted, Here("f" * 48, "10.0.0.7", "left/1"), "secret").disk
+    assert named is not None
+    assert Path(named.directory) == tmp_path / "hicache-storage-left_1"  # two nodes on one machine have names
+
+
+def test_a_disk_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (tmp_path / "nowhere", file):
+        with pytest.raises(ConfigError, match=f'storage.disk_path is "{path}", which is not a folder on .*; make it, or choose another'):
+            check_disk(config(disk_path=str(path)))
+    assert check_disk(config()) is None
+    with pytest.raises(ConfigError, match=r"storage.disk_size is 900TiB and .* has .* for it; lower it"):
+        node_config(config(disk_path=str(tmp_path), disk_size="900TiB"), NODE, "secret")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"pending": "2MiB"}, "storage.pending is 2097152; it must be at most storage.size (1048576), in which those bytes lie"),
+        ({"write_behind": "2MiB"}, "storage.write_behind is 2097152; it must be at most storage.size (1048576), in which those bytes lie"),
+        ({"port": 7070, "flight_port": 7070}, "storage.flight_port is 7070, and so is storage.port; choose different ports"),
+        ({"disk_path": "pages"}, 'storage.disk_path is "pages"; every node opens it by itself, so write the whole path, from / on'),
+        ({"host": ""}, "storage.host is empty; write an address of the node, or auto"),
+        ({"name": "n" * 32}, f'storage.name is "{"n" * 32}"; use at most 31 characters, because the name of a node is added'),
+        ({"replicas": 3}, "storage.replicas is 3; it must be at most 2 (set by flag --storage-replicas)"),
+        ({"workers": 1}, "storage.workers is 1; it must be at least 2 (set by flag --storage-workers)"),
+        ({"placement": "far"}, 'storage.placement is "far"; choose one of writer, home (set by flag --storage-placement)'),
+        ({"port": 65536}, "storage.port is 65536; it must be at most 65535 (set by flag --storage-port)"),
+    ],
+)
+def test_what_does_not_fit_together_is_a_sentence(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**flags)
+    assert str(caught.value) == sentence
