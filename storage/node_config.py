@@ -14,6 +14,8 @@ from hicache_ray.storage.membership import require_member
 from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.storage.tcp import TcpClientConfig, TcpConfig
 
+_ANY = ("", "0.0.0.0", "::")  # what a socket can be bound to, and nobody can connect to
+
 
 @dataclass(frozen=True)
 class NodeConfig:
@@ -49,6 +51,8 @@ class NodeConfig:
             raise ConfigError(f"storage.write_behind_bytes must be positive, got {self.write_behind_bytes}")
         if self.token:
             self.tcp  # noqa: B018  it says what is wrong
+            if self.host in _ANY:
+                raise ConfigError(f"host {self.host!r} tells the other nodes nothing; set the address by which they reach this one")
         elif self.flight_port is not None:
             raise ConfigError("a Flight endpoint needs a token; set the token of the cluster, or leave flight_port out")
 

@@ -357,7 +357,9 @@ def test_a_failed_start_leaves_nothing(nodes: Nodes) -> None:
     assert not [thread for thread in threading.enumerate() if "prober" in thread.name or "announcer" in thread.name]
 
 
-@pytest.mark.parametrize("options", [{"node": ""}, {"streams": 0}, {"max_connections": 0}, {"token": "", "flight_port": 0}])
+@pytest.mark.parametrize(
+    "options", [{"node": ""}, {"streams": 0}, {"max_connections": 0}, {"host": "0.0.0.0"}, {"token": "", "flight_port": 0}]
+)
 def test_settings_that_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         node_config(0, **options)
