@@ -151,7 +151,8 @@ class CacheGroup:
         # Set before torch is imported: later it would be too late, and the results would be other bits.
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         gpus = 1 if self.config.model.device == "cuda" else 0
-        options = {**self._at(rank + 1), "num_gpus": gpus, "runtime_env": {"env_vars": env}}
+        name = names.rank(self.place.app, self.place.replica, rank, self._tried)  # so that an operator sees which is which
+        options = {**self._at(rank + 1), "name": name, "namespace": names.NAMESPACE, "num_gpus": gpus, "runtime_env": {"env_vars": env}}
         return rank_actor(self.config).options(**options).remote(setup)
 
     async def _new_coordinator(self) -> Any:
