@@ -149,6 +149,22 @@ def test_a_killed_coordinator_is_replaced_and_the_request_answered(tier: Tier) -
     assert after["rank_pids"] == before["rank_pids"]
 
 
+def test_a_frozen_coordinator_is_replaced_while_its_request_waits(tier: Tier) -> None:
+    """It has no deadline of its own, and Ray takes a frozen process for a living one."""
+    tokens, cold = cold_and_sealed(tier, 3045, 2 * GRID + 1, LONG)
+    before = tier.replica()
+    with tier.streamed(tokens, LONG) as events:
+        parts = [next(events)]
+        kill(before["pid"], signal.SIGSTOP)
+        parts += list(events)
+    assert same(parts[-1], cold)
+    assert [t for part in parts[:-1] for t in part["token_ids"]] == cold["output_ids"]
+    after = tier.replica()
+    assert after["pid"] != before["pid"]
+    assert after["rank_pids"] == before["rank_pids"]
+    assert "the coordinator did not answer" in after["restarted"]
+
+
 def test_an_idle_group_heals_by_itself(tier: Tier) -> None:
     """Nobody asks for anything; the replica's own health check finds out."""
     tokens, cold = cold_and_sealed(tier, 3050)
