@@ -123,12 +123,13 @@ def _start_again(config: Config, here: Here) -> StorageNode:
 
 
 def sweep(folder: str | None, store: str, timeout_s: float = SWEEP_S) -> None:
-    """Remove what the storage actors of this machine leave in ``folder`` when they could not close themselves: as soon as their processes
-    are dead, which may take Ray some seconds. What lives then is not touched."""
-    place, ours = Path(folder or SHARED_MEMORY), re.compile(rf"{PREFIX}{re.escape(store)}-[0-9a-f]{{8}}(-[0-9a-f]{{16}})?")
+    """Remove what the storage actors of this machine leave, in ``folder`` and in shared memory, when they could not close themselves: as
+    soon as their processes are dead, which may take Ray some seconds. What lives then is not touched."""
+    places, ours = {Path(folder or SHARED_MEMORY), Path(SHARED_MEMORY)}, re.compile(rf"{re.escape(store)}-[0-9a-f]{{8}}(-[0-9a-f]{{16}})?")
     until = time.monotonic() + timeout_s
-    while any(ours.fullmatch(path.name) for path in place.glob(f"{PREFIX}{store}-*")):
-        sweep_directory(place)
+    while any(ours.fullmatch(path.name.removeprefix(PREFIX)) for place in places for path in place.glob(f"{PREFIX}{store}-*")):
+        for place in places:
+            sweep_directory(place)
         if time.monotonic() > until:
             return
         time.sleep(0.05)
