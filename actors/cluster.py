@@ -207,7 +207,8 @@ def _start_gateway(cluster: Cluster, begun: ExitStack) -> None:
     app, at = config.serve.name, config.admin
     setup = GatewaySetup(app, config.storage.name, masked(config), at.host, at.port, cluster.token)
     try:
-        gateway = GatewayActor.options(name=names.gateway(app), namespace=names.NAMESPACE).remote(setup)
+        here = storage.on(ray.get_runtime_context().get_node_id())  # its address is for this machine, unless told otherwise
+        gateway = GatewayActor.options(name=names.gateway(app), namespace=names.NAMESPACE, scheduling_strategy=here).remote(setup)
     except ValueError as error:
         raise ConfigError(f'serve.name is "{app}", and a tier of this name runs on this cluster; choose another name') from error
     begun.callback(_close, gateway)

@@ -152,7 +152,7 @@ def ensure(config: Config, node: str) -> Ensured:
     """The storage actor of a node, and the directory of its store, made if there is none. Raises :class:`StoreError` when it does not come
     up."""
     store = config.storage.name
-    directory.ensure(store)
+    directory.ensure(store, node)
     name = names.storage(store, node)
     made = name not in living(lambda n: n == name)
     actor = StorageActor.options(
@@ -160,7 +160,7 @@ def ensure(config: Config, node: str) -> Ensured:
         namespace=names.NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-        scheduling_strategy=_on(node),
+        scheduling_strategy=on(node),
     ).remote(config, node)
     try:
         address = ray.get(actor.address.remote(), timeout=START_S)
@@ -181,7 +181,7 @@ def end(config: Config) -> None:
     for actor in [*actors.values(), *living(lambda n: n == names.directory(store)).values()]:
         ray.kill(actor)
     left = [name.rpartition(":")[2] for name, call in closing.items() if call not in closed or not _well(call)]
-    sweeps = [_Sweep.options(scheduling_strategy=_on(node)).remote(config.storage.directory, store) for node in left]
+    sweeps = [_Sweep.options(scheduling_strategy=on(node)).remote(config.storage.directory, store) for node in left]
     if sweeps:
         ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S + CLOSE_S)
 
@@ -205,5 +205,6 @@ def _well(call: Any) -> bool:
     return True
 
 
-def _on(node: str) -> NodeAffinitySchedulingStrategy:
+def on(node: str) -> NodeAffinitySchedulingStrategy:
+    """There and nowhere else."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
