@@ -20,7 +20,6 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hicache_ray.actors import names, storage
 from hicache_ray.actors.gateway import GatewayActor, GatewaySetup
@@ -208,10 +207,8 @@ def _start_gateway(cluster: Cluster, begun: ExitStack) -> None:
     app, at = config.serve.name, config.admin
     setup = GatewaySetup(app, config.storage.name, masked(config), at.host, at.port, cluster.token)
     try:
-        # On this node, and there again after a crash: the address that we tell is one of this node.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        where = {"name": names.gateway(app), "namespace": names.NAMESPACE, "scheduling_strategy": here}
-        gateway = GatewayActor.options(**where).remote(setup)
+        here = storage.on(ray.get_runtime_context().get_node_id())  # its address is for this machine, unless told otherwise
+        gateway = GatewayActor.options(name=names.gateway(app), namespace=names.NAMESPACE, scheduling_strategy=here).remote(setup)
     except ValueError as error:
         raise ConfigError(f'serve.name is "{app}", and a tier of this name runs on this cluster; choose another name') from error
     begun.callback(_close, gateway)

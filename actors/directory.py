@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hicache_ray.actors import names
 from hicache_ray.actors.remote import cause
@@ -81,12 +82,18 @@ OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency":
 DirectoryActor: Any = ray.remote(**OPTIONS)(DirectoryShell)
 
 
-def ensure(store: str, timeout_s: float = START_S) -> Any:
-    """The directory of a store, made if there is none. Raises :class:`StoreError` when it does not come up."""
-    where = {"name": names.directory(store), "namespace": names.NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-    actor = DirectoryActor.options(**where).remote(secrets.token_urlsafe(32))
+def ensure(store: str, node: str) -> Any:
+    """The directory of a store, made if there is none, on this node as long as that lives. Raises :class:`StoreError` when it does not come
+    up."""
+    actor = DirectoryActor.options(
+        name=names.directory(store),
+        namespace=names.NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+    ).remote(secrets.token_urlsafe(32))
     try:
-        ray.get(actor.ping.remote(), timeout=timeout_s)
+        ray.get(actor.ping.remote(), timeout=START_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise StoreError(f"the directory of store {store} did not start: {cause(error)}") from error
     return actor

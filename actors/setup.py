@@ -128,6 +128,8 @@ def arena_config(config: Config, here: Here | None = None) -> ArenaConfig:
         arena_name(config, (here or Here()).node),
         store.size,
         directory,
+        # Sockets need a short path.
+        SHARED_MEMORY if Path(SHARED_MEMORY).is_dir() else None,
         lease_s=store.lease_s,
         hold_s=hold_s,
         pending_bytes=store.pending,

@@ -123,12 +123,13 @@ def _start_again(config: Config, here: Here) -> StorageNode:
 
 
 def sweep(folder: str | None, store: str, timeout_s: float = SWEEP_S) -> None:
-    """Remove what the storage actors of this machine leave in ``folder`` when they could not close themselves: as soon as their processes
-    are dead, which may take Ray some seconds. What lives then is not touched."""
-    place, ours = Path(folder or SHARED_MEMORY), re.compile(rf"{PREFIX}{re.escape(store)}-[0-9a-f]{{8}}(-[0-9a-f]{{16}})?")
+    """Remove what the storage actors of this machine leave, in ``folder`` and in shared memory, when they could not close themselves: as
+    soon as their processes are dead, which may take Ray some seconds. What lives then is not touched."""
+    places, ours = {Path(folder or SHARED_MEMORY), Path(SHARED_MEMORY)}, re.compile(rf"{re.escape(store)}-[0-9a-f]{{8}}(-[0-9a-f]{{16}})?")
     until = time.monotonic() + timeout_s
-    while any(ours.fullmatch(path.name) for path in place.glob(f"{PREFIX}{store}-*")):
-        sweep_directory(place)
+    while any(ours.fullmatch(path.name.removeprefix(PREFIX)) for place in places for path in place.glob(f"{PREFIX}{store}-*")):
+        for place in places:
+            sweep_directory(place)
         if time.monotonic() > until:
             return
         time.sleep(0.05)
@@ -151,7 +152,7 @@ def ensure(config: Config, node: str) -> Ensured:
     """The storage actor of a node, and the directory of its store, made if there is none. Raises :class:`StoreError` when it does not come
     up."""
     store = config.storage.name
-    directory.ensure(store)
+    directory.ensure(store, node)
     name = names.storage(store, node)
     made = name not in living(lambda n: n == name)
     actor = StorageActor.options(
@@ -159,7 +160,7 @@ def ensure(config: Config, node: str) -> Ensured:
         namespace=names.NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-        scheduling_strategy=_on(node),
+        scheduling_strategy=on(node),
     ).remote(config, node)
     try:
         address = ray.get(actor.address.remote(), timeout=START_S)
@@ -180,7 +181,7 @@ def end(config: Config) -> None:
     for actor in [*actors.values(), *living(lambda n: n == names.directory(store)).values()]:
         ray.kill(actor)
     left = [name.rpartition(":")[2] for name, call in closing.items() if call not in closed or not _well(call)]
-    sweeps = [_Sweep.options(scheduling_strategy=_on(node)).remote(config.storage.directory, store) for node in left]
+    sweeps = [_Sweep.options(scheduling_strategy=on(node)).remote(config.storage.directory, store) for node in left]
     if sweeps:
         ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S + CLOSE_S)
 
@@ -204,5 +205,6 @@ def _well(call: Any) -> bool:
     return True
 
 
-def _on(node: str) -> NodeAffinitySchedulingStrategy:
+def on(node: str) -> NodeAffinitySchedulingStrategy:
+    """There and nowhere else."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
