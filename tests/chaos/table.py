@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from tests.chaos.faults import PAUSE_S, Result
 
 
 def show(results: Sequence[Result], remains: Sequence[str]) -> None:
-    console = Console(width=150)
+    console = Console(width=160)
     out = Table(title=f"Faults under 8 clients; frozen and cut for {PAUSE_S:g} s; deadline of a request {DEADLINE_S:g} s")
     for heading in ("fault", "fault to ping s", "ping to service s", "hits", "usual", "requests", "wrong", "lost", "hung", "sent again"):
         out.add_column(heading, justify="left" if heading == "fault" else "right")
@@ -30,6 +31,9 @@ def show(results: Sequence[Result], remains: Sequence[str]) -> None:
     console.print(
         f"Service is back when 16 requests in a row, begun from then on, are answered by all replicas at {SHARE:.0%} of the usual hit "
         "rate. Goal: within 10 s of the ping; nothing wrong, lost, hung or left."
+    )
+    console.print(
+        f"The machine: {os.cpu_count()} CPUs, load {' '.join(f'{n:.0f}' for n in os.getloadavg())} (1, 5, 15 minutes) at the end."
     )
     console.print(f"Left at the end: {', '.join(remains) or 'nothing'}", markup=False)
 
