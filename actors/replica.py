@@ -250,9 +250,10 @@ class CacheGroup:
 
     async def _look(self) -> str:
         actors = {"the coordinator": self.coordinator, **{f"rank {i}": rank for i, rank in enumerate(self.ranks)}}
-        alive = await asyncio.gather(*(self._answers(actor, SILENT_PING_S) for actor in actors.values()))
-        silent = [name for name, well in zip(actors, alive, strict=True) if not well]
-        return f"{' and '.join(silent)} did not answer within {SILENT_PING_S:g} s; frozen, or gone" if silent else ""
+        for patience_s in (SILENT_PING_S, PING_S):  # twice: the first time it may have been this process that stood still
+            alive = await asyncio.gather(*(self._answers(actor, patience_s) for actor in actors.values()))
+            actors = {name: actor for (name, actor), well in zip(actors.items(), alive, strict=True) if not well}
+        return f"{' and '.join(actors)} did not answer within {SILENT_PING_S:g} s; frozen, or gone" if actors else ""
 
     async def healthy(self) -> bool:
         """Whether all actors answer and the group is not lost; heals when not, and then says no."""

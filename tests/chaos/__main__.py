@@ -53,7 +53,7 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
         print(f"make chaos: {problem}", file=sys.stderr)
         return 2
     wanted = [name for name in faults.FAULTS if not options.faults or any(part in name for part in options.faults)]
-    house = House(folder / "ray")
+    house = House(folder / "ray", cpus=options.tp + 1)
     results, remains = [], []
     try:
         _say("building a cluster of three nodes")

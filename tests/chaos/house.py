@@ -57,9 +57,10 @@ def _listens(address: str) -> bool:
 @dataclass
 class House:
     """The head is the node ``a``, in the namespace of the machine itself, where the clients are. The others have one each, joined by a
-    bridge. ``folder``: Ray's sessions."""
+    bridge. ``folder``: Ray's sessions; ``cpus``: of each of the others, room for one replica."""
 
     folder: Path
+    cpus: int
     mark: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
@@ -99,7 +100,7 @@ class House:
         if name not in self._names:
             self._wire(name)
             self._names.append(name)
-        self._ray(name, f"--address={self.address}", "--num-cpus=3")
+        self._ray(name, f"--address={self.address}", f"--num-cpus={self.cpus}")
 
     def _wire(self, name: str) -> None:
         space, outside = self.namespace(name), self._link(name)
@@ -136,11 +137,15 @@ class House:
                     raise
                 time.sleep(0.5)
         while len(self.alive()) < count:
-            for name in [name for name, process in self.processes.items() if process.poll()]:
-                self.join(name)  # Ray gives up after 30 s, which a busy machine may need
+            self.rejoin()
             if time.monotonic() > until:
                 raise RuntimeError(f"only {sorted(self.alive())} of {count} nodes came up; see {self.folder.parent}/ray-*.log")
             time.sleep(0.1)
+
+    def rejoin(self) -> None:
+        """Start nodes again that did not come up: Ray gives up after 30 s, which a busy machine may need."""
+        for name in [name for name, process in self.processes.items() if process.poll()]:
+            self.join(name)
 
     @staticmethod
     def alive() -> dict[str, str]:
