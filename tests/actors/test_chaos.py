@@ -35,7 +35,7 @@ def work(nodes: Nodes) -> tuple[list[list[int]], list[Expected]]:
     """Prompts, and their answers as a cold tier computes them. All tiers together hold them, the device alone does not."""
     tokens, answers = prompts(3), []
     for each in tokens:
-        nodes.flush("device", "host", "storage")
+        until(lambda: nodes.flushed("device", "host", "storage"), "a flush")
         body = {"input_ids": each, "max_new_tokens": NEW_TOKENS, "return_logprob": True}
         answer = httpx.post(f"{nodes.up['url']}/generate", json=body, timeout=60.0).json()
         assert answer["computed_tokens"] == len(each)

@@ -54,7 +54,7 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
         return 2
     wanted = [name for name in faults.FAULTS if not options.faults or any(part in name for part in options.faults)]
     house = House(folder / "ray", cpus=options.tp + 1)
-    results, remains = [], []
+    results, remains, store = [], [], ""
     try:
         _say("building a cluster of three nodes")
         house.build()
@@ -77,8 +77,8 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
         remains = left(house, store, tiers_only=True)
     finally:
         house.tear_down()
-    remains += left(house, store)
-    table.show(results, remains)
+        remains += left(house, store)
+        table.show(results, remains)  # also of a run that was interrupted
     return int(bool(remains) or not all(result.met for result in results))
 
 

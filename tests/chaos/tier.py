@@ -190,4 +190,5 @@ def left(house: House, store: str, tiers_only: bool = False) -> list[str]:
     processes = [pid for pids in house.workers(TITLES).values() for pid in pids]
     if not tiers_only:
         processes = [p.pid for name in "abc" for p in house.members(name)]
-    return [f"process {pid}" for pid in processes] + [f"/dev/shm/{path.name}" for path in shared_memory(store)]
+    files = shared_memory(store) if store else []
+    return [f"process {pid}" for pid in processes] + [f"/dev/shm/{path.name}" for path in files]
