@@ -71,6 +71,7 @@ class Clients:
     def __post_init__(self) -> None:
         self._stop, self._go = threading.Event(), threading.Event()
         self._busy = [threading.Lock() for _ in range(self.count)]
+        self._under_way = [0.0] * self.count  # when each client's request began; 0: it has none
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(self.count)]
 
     def start(self) -> Clients:
@@ -97,8 +98,10 @@ class Clients:
             thread.join(2 * DEADLINE_S)
 
     def since(self, at: float) -> list[Sent]:
-        """Requests that began then or later and have ended, in the order of their beginnings."""
-        return sorted((one for one in list(self.sent) if one.began >= at), key=lambda one: one.began)
+        """Requests that began then or later, in the order of their beginnings, as far as all have ended: a slow one is not passed over."""
+        under_way = [began for began in self._under_way if began and began >= at]
+        ended = sorted((one for one in list(self.sent) if one.began >= at), key=lambda one: one.began)
+        return [one for one in ended if not under_way or one.began < min(under_way)]
 
     def _run(self, number: int) -> None:
         chance = random.Random(number)
@@ -107,11 +110,13 @@ class Clients:
                 self._go.wait(1.0)
                 with self._busy[number]:
                     if self._go.is_set() and not self._stop.is_set():
-                        self.sent.append(self.ask(http, chance.randrange(len(self.work))))
+                        began = self._under_way[number] = time.monotonic()
+                        self.sent.append(self.ask(http, chance.randrange(len(self.work)), began))
+                        self._under_way[number] = 0.0
 
-    def ask(self, http: httpx.Client, which: int) -> Sent:
-        """One request, to its end. A connection that was never made is tried again: nothing was sent."""
-        tokens, began = self.work[which], time.monotonic()
+    def ask(self, http: httpx.Client, which: int, began: float) -> Sent:
+        """One request, to its end."""
+        tokens = self.work[which]
         body = {"input_ids": list(tokens), "max_new_tokens": NEW_TOKENS, "return_logprob": True}
         error = ""
         for retries in itertools.count():
