@@ -18,7 +18,7 @@ from hicache_ray.actors.cluster import Cluster
 from hicache_ray.actors.remote import living
 from hicache_ray.config_sources import load
 from hicache_ray.storage.owned import PREFIX
-from tests.actors.rig import shared_memory, small
+from tests.actors.rig import command, shared_memory, small
 from tests.chaos.clients import NEW_TOKENS, Clients, Expected, prompts
 from tests.chaos.house import House
 
@@ -26,6 +26,8 @@ ASK_S = 2.0
 LEASE_S = 5.0
 #: How long after a fault the tier may take to let go of everything: leases of dead readers run out, dead workers are noticed.
 REST_S = 30.0
+#: How long the last workers may take to end when the tier has ended.
+END_S = 5.0
 TITLES = ("RankShell", "CoordinatorShell", "StorageShell", "ServeReplica", "DirectoryShell", "GatewayShell")
 
 
@@ -186,9 +188,16 @@ class Tier:
 
 
 def left(house: House, store: str, tiers_only: bool = False) -> list[str]:
-    """After the end of the tier: workers of ours and shared memory. After the end of Ray: any process at all."""
-    processes = [pid for pids in house.workers(TITLES).values() for pid in pids]
+    """After the end of the tier: workers of ours and shared memory. After the end of Ray: any process at all. What is about to end is given
+    some seconds."""
+    until = time.monotonic() + END_S
+    while (found := _left(house, store, tiers_only)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def _left(house: House, store: str, tiers_only: bool) -> list[str]:
+    found = [f"{title} {pid}" for title, pids in house.workers(TITLES).items() for pid in pids]
     if not tiers_only:
-        processes = [p.pid for name in "abc" for p in house.members(name)]
-    files = shared_memory(store) if store else []
-    return [f"process {pid}" for pid in processes] + [f"/dev/shm/{path.name}" for path in files]
+        found = [f"{' '.join(command(p))[:80]} ({p.pid})" for name in "abc" for p in house.members(name)]
+    return found + [f"/dev/shm/{path.name}" for path in (shared_memory(store) if store else [])]
