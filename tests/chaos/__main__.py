@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hcc-", dir="/tmp"))  # Ray's sockets need a short path
     _enter(folder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the network and the nodes are taken down in any case
     try:
         return _run(folder, options)
     finally:
