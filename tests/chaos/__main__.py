@@ -24,7 +24,6 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hcc-", dir="/tmp"))  # Ray's sockets need a short path
     _enter(folder)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the network and the nodes are taken down in any case
     try:
         return _run(folder, options)
     finally:
@@ -63,6 +62,7 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
         for name in faults.NODES[1:]:
             house.join(name)
         house.up(len(faults.NODES))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set one that ends this process at once, and nothing else
         _say("starting the tier")
         with begin(house, options.tp) as cluster:
             store = cluster.config.storage.name

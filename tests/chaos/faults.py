@@ -18,8 +18,8 @@ from tests.chaos.tier import Tier
 PAUSE_S = 6.0
 #: Longest wait for a first ping, and then for service.
 PING_S, SERVICE_S = 120.0, 120.0
-#: A hit rate that grows by less is the usual one.
-RISING = 0.02
+#: Windows of requests that warm the tier up at least; and a hit rate that grows by less is the usual one.
+WARM_UP, RISING = 4, 0.02
 NODES = ("a", "b", "c")
 VICTIM = "c"
 
@@ -221,7 +221,7 @@ def stage(house: House, tier: Tier) -> Iterator[Stage]:
     clients = with_clients.clients.start()
     try:
         until, rates = time.monotonic() + SERVICE_S, [0.0, 0.0]
-        while rates[-1] > rates[-2] + RISING or not rates[-1]:
+        while len(rates) < 2 + WARM_UP or rates[-1] > rates[-2] + RISING:
             since = time.monotonic()
             _first(lambda since=since: len(clients.since(since)) >= 2 * WINDOW, SERVICE_S)  # type: ignore[misc]
             rates.append(hit_rate([one for one in clients.since(since) if not one.error]))
