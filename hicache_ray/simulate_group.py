@@ -1,0 +1,408 @@
+"""One cache group in the simulator: the production core, its virtual ranks, and what is checked between them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hicache_ray.cache import Cache
+from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, Inconsistent
+from hicache_ray.group import STORE, Envelope, Group
+from hicache_ray.lease import Place
+from hicache_ray.records import Clear, Lane, Lookup, Move, Outcome, lane_of
+from hicache_ray.resume import Limit, Match
+from hicache_ray.settings import Settings
+from hicache_ray.simulate_content import EMPTY, Contents, Prompt, Violation
+from hicache_ray.simulate_rank import Around, Op, VirtualRank
+from hicache_ray.simulate_rule import longest
+from hicache_ray.simulate_store import Fate, Link, fate
+from hicache_ray.simulate_watch import WatchedResidency
+from hicache_ray.spec import Tier
+from hicache_ray.story import Ended, Job, Report, Request, Sampled
+
+#: Transfers that a rank has under way with L3 at once; copies and forwards are one at a time.
+WIDTH = {Lane.STORAGE: 4, Lane.ASK: 4, Lane.COPY: 1, Lane.COMPUTE: 1}
+
+
+class WatchedCache(Cache):
+    """Holds every answer of ``match`` against the twins, and remembers what the plan of a resume knew."""
+
+    def __init__(self, res: WatchedResidency, settings: Settings) -> None:
+        super().__init__(res, settings)
+        self.twin = res.seen
+        self.knew: dict[str, int] = {}
+
+    def match(self, job: Job) -> Match:
+        out = super().match(job)
+        rid = job.request.rid
+        if rid == self.engine_owner and rid not in self.knew:
+            self.knew[rid] = self.naive(job, Tier.DEVICE, Tier.HOST)
+            if out.longest(Tier.DEVICE, Tier.HOST) != self.knew[rid]:
+                raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(Tier.DEVICE, Tier.HOST)}")
+        return out
+
+    def naive(self, job: Job, *tiers: Tier) -> int:
+        """The longest legal resume from these tiers, in pages, without bitsets."""
+        request, visible = job.request, self.twin.visible
+        keys = {c.name: job.path.ahead.get(c.name, job.path.keys) for c in self.spec.components}
+        suffixes = (b"",) if self.settings.exact else (b"", b"~")
+
+        def there(component: str, page: int) -> bool:
+            if page >= len(keys[component]):
+                return False
+            key = keys[component][page]
+            return any(key + end in visible[(tier, component)] for tier in tiers for end in suffixes)
+
+        return longest(self.spec, self.settings, len(request.tokens), request.limit, there)
+
+
+@dataclass
+class Asked:
+    """A request, prefetch or flush under way."""
+
+    rid: str
+    kind: str
+    prompt: Prompt | None
+    count: int
+    job: Job | None = None
+    flushed: Sequence[Tier] = ()
+    begun: float = 0.0
+    resumed: int | None = None
+    cancelled: bool = False
+
+
+class Member:
+    """One cache group of a world. ``schedule(delay, call)`` has the world call back later."""
+
+    def __init__(
+        self, name: str, around: Around, capacity: Mapping[Place, int], max_requests: int,
+        clock: Callable[[], float], schedule: Callable[[float, Callable[[], None]], None], ended: Callable[[Asked, Report | None], None],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.around = around
+        self.capacity = capacity
+        self.max_requests = max_requests
+        self.clock = clock
+        self.schedule = schedule
+        self.ended = ended
+        self.prompts: dict[str, Prompt] = around.prompts
+        self.asked: dict[str, Asked] = {}
+        self.link = Link()  # of the coordinator's own questions
+        self.ranks = [VirtualRank(rank, around, capacity, self._pinned) for rank in range(around.spec.ranks)]
+        self.incarnation = 0
+        self.late: dict[str, float] = {}  # how long reports take, beyond the usual; faults change it
+        self.doubled = 0.0  # share of reports that arrive twice
+        self._tick_at: float | None = None
+        self.start()
+
+    @property
+    def contents(self) -> Contents:
+        return self.around.contents
+
+    def start(self) -> None:
+        """A new incarnation: L1 and L2 start empty."""
+        self.incarnation += 1
+        self.res = WatchedResidency(self.around.spec, self.capacity, self._right)
+        self.cache = WatchedCache(self.res, self.around.settings)
+        self.group = Group(self.cache, self.clock, self.incarnation, self.max_requests)
+        self.waiting: dict[tuple[int, Lane], deque[Envelope]] = {}
+        self.busy: Counter[tuple[int, Lane]] = Counter()
+        self.ops: dict[int, tuple[int, Op]] = {}
+        self.sent: set[tuple[int, int]] = set()
+        self.open: set[int] = set()
+        self.done: set[int] = set()
+        self._tick_at = None
+
+    def restart(self, why: str) -> None:
+        """The ranks or the coordinator are lost. What ranks do ends before the next incarnation begins; its reports come when they come."""
+        old, stale = self.group, self.incarnation
+        self._guard(lambda: old.lose(why))
+        self._collect(old)
+        if self.asked:
+            raise Violation(f"the group was lost and {sorted(self.asked)} have not ended")
+        for number, op in self.ops.values():
+            report = partial(self._late_report, number, op.record.id, stale, self.ranks[number].end(op, drained=True))
+            self.schedule(self.around.rng.random() * 3, report)
+        for rank in self.ranks:
+            rank.engine.runs.clear()
+            for pool in rank.pools.values():
+                pool[:] = [EMPTY] * len(pool)
+        self.start()
+
+    def _late_report(self, rank: int, record: int, incarnation: int, outcome: Outcome) -> None:
+        before = len(self.group._flights)
+        self._guard(lambda: self.group.report(rank, record, incarnation, outcome))
+        if incarnation != self.incarnation and len(self.group._flights) != before:
+            raise Violation(f"a report of incarnation {incarnation} has ended record {record} of incarnation {self.incarnation}")
+        self.after()
+
+    # -- what is asked of the group ---------------------------------------------------------------------------------------------------
+
+    def begin(self, kind: str, rid: str, prompt: Prompt, request: Request) -> bool:
+        """Submit or prefetch; False where it was refused."""
+        self.prompts[rid] = prompt
+        asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens), begun=self.clock())
+        full = len(self.group.active()) >= self.max_requests
+        try:
+            asked.job = self.group.submit(request) if kind == "request" else self.group.prefetch(request)
+        except (Busy, CapacityError) as refusal:
+            if isinstance(refusal, Busy) and not full:
+                raise Violation(f"request {rid} was refused and there is room for it: {refusal}") from refusal
+            del self.asked[rid]
+            return False
+        except Inconsistent as error:
+            raise Violation(f"the core found itself inconsistent: {error}") from error
+        if len(self.group.active()) > self.max_requests:
+            raise Violation(f"{len(self.group.active())} requests are under way where {self.max_requests} may be")
+        self.after()
+        return True
+
+    def flush(self, tiers: Sequence[Tier], timeout_s: float | None) -> None:
+        try:
+            name = self.group.flush(tiers, timeout_s)
+        except Busy:
+            return
+        except Inconsistent as error:
+            raise Violation(f"the core found itself inconsistent: {error}") from error
+        self.asked[name] = Asked(name, "flush", None, 0, flushed=tiers, begun=self.clock())
+        self.after()
+
+    def act(self, call: Callable[[], None]) -> None:
+        """Any other call of the group."""
+        self._guard(call)
+        self.after()
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (Inconsistent, AssertionError, KeyError, IndexError, ValueError, TypeError) as error:
+            if isinstance(error, Violation):
+                raise
+            raise Violation(f"the core failed: {type(error).__name__}: {error}") from error
+
+    # -- how records run --------------------------------------------------------------------------------------------------------------
+
+    def after(self) -> None:
+        """The core has moved: send what it wants sent, hand out its events, compare counts, set the timer."""
+        for envelope in self.group.take():
+            self._send(envelope)
+        self._collect(self.group)
+        self.res.glance()
+        self._time()
+
+    def _send(self, envelope: Envelope) -> None:
+        record, token = envelope.record, (envelope.rank, envelope.record.id)
+        if token in self.sent:
+            raise Violation(f"record {record.id} was given to rank {envelope.rank} twice")
+        self.sent.add(token)
+        self.open.add(record.id)
+        rid = getattr(record, "rid", "")
+        if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
+            self._check_resume(self.asked[rid], record.start)  # type: ignore[union-attr]
+        self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
+
+    def _check_resume(self, asked: Asked, start: int) -> None:
+        """Where a request resumes is legal from the device now, and the largest that its plan knew."""
+        assert asked.job is not None
+        asked.resumed, page = start // self.around.spec.page_size, self.around.spec.page_size
+        limit, knew = asked.job.limit, self.cache.knew[asked.rid]
+        legal = self.cache.naive(asked.job, Tier.DEVICE)
+        if start % page or asked.resumed > legal:
+            raise Violation(f"request {asked.rid} resumes at {start} tokens and the device allows {legal * page}")
+        if asked.resumed != knew and limit is not Limit.LOAD_FAILED:
+            raise Violation(f"request {asked.rid} resumes at {start} tokens where its plan knew that it may at {knew * page}")
+
+    def _deliver(self, envelope: Envelope) -> None:
+        if envelope.incarnation != self.incarnation:
+            return
+        lane = (envelope.rank, lane_of(envelope.record))
+        self.waiting.setdefault(lane, deque()).append(envelope)
+        self._next(lane)
+
+    def _next(self, lane: tuple[int, Lane]) -> None:
+        queue = self.waiting.get(lane)
+        while queue and self.busy[lane] < WIDTH[lane[1]]:
+            envelope = queue.popleft()
+            self.busy[lane] += 1
+            if lane[0] == STORE:
+                self._ask(lane, envelope)
+                continue
+            op = self.ranks[lane[0]].begin(envelope, self.clock())
+            self.ops[id(op)] = (lane[0], op)
+            self.schedule(op.fate.seconds, partial(self._end, lane, op))
+
+    def _end(self, lane: tuple[int, Lane], op: Op) -> None:
+        if op.envelope.incarnation != self.incarnation:
+            return  # drained when its group was lost
+        del self.ops[id(op)]
+        self.busy[lane] -= 1
+        self._report(op.envelope, self.ranks[lane[0]].end(op))
+        self._next(lane)
+
+    def _ask(self, lane: tuple[int, Lane], envelope: Envelope) -> None:
+        """Questions to L3 as a whole. What a lookup says was true when it began; a clear happens when it ends."""
+        record, rng = envelope.record, self.around.rng
+        what = fate(self.link, rng, self.clock(), 4, record.timeout_s)
+        told = {} if what.error or not isinstance(record, Lookup) else self._look_up(record)
+        self.schedule(what.seconds, lambda: self._answer(lane, envelope, what, told))
+
+    def _answer(self, lane: tuple[int, Lane], envelope: Envelope, what: Fate, told: Mapping[str, tuple[int, ...]]) -> None:
+        if envelope.incarnation != self.incarnation:
+            return
+        self.busy[lane] -= 1
+        if isinstance(envelope.record, Clear) and (not what.error or self.around.rng.random() < 0.5):
+            self.around.shelf.clear()
+        self._report(envelope, Outcome(found=told, error=what.error))
+        self._next(lane)
+
+    def _look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
+        known: dict[bytes, int] = {}
+        for tag in {t: None for c in record.components for t in self.around.tags[c]}:
+            known[tag] = self.around.shelf.lookup(self.around.node, record.keys, tag)
+        return {c: tuple(known[t] for t in self.around.tags[c]) for c in record.components}
+
+    def _report(self, envelope: Envelope, outcome: Outcome) -> None:
+        """The report is on its way; some arrive twice."""
+        rng, late = self.around.rng, self.late.get("reports", 0.0)
+        for _ in range(2 if self.doubled and rng.random() < self.doubled else 1):
+            self.schedule(0.0002 * (0.5 + rng.random()) + late * rng.random(), lambda: self._arrive(envelope, outcome))
+
+    def _arrive(self, envelope: Envelope, outcome: Outcome) -> None:
+        if envelope.incarnation != self.incarnation:
+            self._late_report(envelope.rank, envelope.record.id, envelope.incarnation, outcome)
+            return
+        record = envelope.record.id
+        before = record in self.group._flights
+        try:
+            self._guard(lambda: self.group.report(envelope.rank, record, envelope.incarnation, outcome))
+        except GroupLost as error:
+            raise Violation(f"the ranks agree in everything and the group says: {error}") from error
+        if before and record not in self.group._flights:
+            self._complete(record)
+        self.after()
+
+    def _complete(self, record: int) -> None:
+        if record in self.done:
+            raise Violation(f"record {record} has completed twice")
+        self.done.add(record)
+        self.open.discard(record)
+
+    # -- time -------------------------------------------------------------------------------------------------------------------------
+
+    def _time(self) -> None:
+        deadline = self.group.next_deadline()
+        if deadline is None or (self._tick_at is not None and self._tick_at <= deadline + 0.01 and self._tick_at > self.clock()):
+            return
+        self._tick_at = max(deadline, self.clock()) + 0.005 * self.around.rng.random()
+        at, group = self._tick_at, self.group
+        self.schedule(at - self.clock(), lambda: self._tick(at, group))
+
+    def _tick(self, at: float, group: Group) -> None:
+        if group is not self.group or at != self._tick_at:
+            return
+        self._tick_at = None
+        self._guard(group.tick)
+        left = group.next_deadline()
+        if left is not None and left <= self.clock():
+            raise Violation("a deadline has passed and a tick has not ended what waits for it")
+        self.after()
+
+    # -- what comes out ---------------------------------------------------------------------------------------------------------------
+
+    def _collect(self, group: Group) -> None:
+        for event in group.events():
+            if isinstance(event, Sampled):
+                continue
+            asked = self.asked.pop(event.rid, None)
+            if asked is None:
+                if event.rid.startswith(("r", "p")) and not isinstance(event.error, GroupLost | CapacityError):
+                    raise Violation(f"{event.rid} has ended and was not under way (any more): {event.error}")
+                continue
+            self._check_end(asked, event)
+            self.cache.knew.pop(event.rid, None)
+            self.prompts.pop(event.rid, None)
+            for rank in self.ranks:
+                rank.engine.runs.pop(event.rid, None)
+            self.ended(asked, event.report)
+
+    def _check_end(self, asked: Asked, event: Ended) -> None:
+        error, report = event.error, event.report
+        if error is not None and not isinstance(error, GroupLost):
+            fair = isinstance(error, Cancelled) and asked.cancelled
+            fair |= isinstance(error, CapacityError) and "everything is in use" in str(error)
+            fair |= isinstance(error, EngineError) and ("injected" in str(error) or "deadline passed" in str(error))
+            fair |= isinstance(error, Busy) and asked.kind == "flush"
+            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush
+            if not fair:
+                raise Violation(f"{asked.kind} {asked.rid} ended with {type(error).__name__}: {error}")
+        if asked.kind == "flush" and error is None:
+            self._check_flushed(asked)
+        if asked.kind == "request" and error is None:
+            if report is None or report.device + report.host + report.storage + report.computed != asked.count or report.computed < 1:
+                raise Violation(f"request {asked.rid} of {asked.count} tokens reports {report}")
+            if report.computed != asked.count - (asked.resumed or 0) * self.around.spec.page_size:
+                raise Violation(f"request {asked.rid} resumed at {asked.resumed} pages and reports {report}")
+            self._check_digests(asked, report)
+
+    def _check_digests(self, asked: Asked, report: Report) -> None:
+        assert asked.prompt is not None
+        for component, at in report.digests.items():
+            c = self.around.spec[component]
+            ids = asked.prompt.ahead[c.lookahead] if c.lookahead else asked.prompt.ids
+            for page, digests in at.items():
+                for rank, digest in enumerate(digests):
+                    if int(digest) | 1 != self.contents.made(component, rank, ids[page], True):
+                        raise Violation(f"request {asked.rid}: the digest of page {page} of {component!r} on rank {rank} is of other bytes")
+
+    def _check_flushed(self, asked: Asked) -> None:
+        for place, names in self.res.seen.visible.items():
+            if place[0] in asked.flushed and names:
+                raise Violation(f"the flush {asked.rid} has ended and {len(names)} pages of {place[1]!r} are still in {place[0].value}")
+
+    def _right(self, place: Place, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        of_name, component = self.contents.of_name, place[1]
+        for rank in self.ranks:
+            pool = rank.pools[place]
+            for name, slot in zip(names, slots, strict=True):
+                if pool[slot] != of_name(component, rank.rank, name):
+                    raise Violation(
+                        f"rank {rank.rank}: a page of {component!r} is visible in {place[0].value} slot {slot} and its bytes are "
+                        f"{self._said(pool[slot])}, not those of its name"
+                    )
+
+    @staticmethod
+    def _said(content: int) -> str:
+        return "not complete" if content < 0 else "of another page, rank, component or kind"
+
+    def _pinned(self, place: Place, slots: Sequence[int]) -> None:
+        self.res.pinned(place, slots)
+
+    # -- at rest ----------------------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """The full check."""
+        self._guard(self.group.check)
+        self._guard(self.res.look)
+
+    @property
+    def resting(self) -> bool:
+        return self.group.idle and not self.ops and not self.open
+
+    def look_at_rest(self) -> None:
+        """Nothing is under way: nothing is leased, every record has completed, every story has ended."""
+        self.look()
+        if self.res.leases.open() or any(pool.held for pool in self.res.pools.values()):
+            raise Violation(f"at rest {len(self.res.leases.open())} leases are open")
+        if self.asked:
+            raise Violation(f"at rest {sorted(self.asked)} have not ended")
+        missing = {record for _, record in self.sent} - self.done
+        if missing:
+            raise Violation(f"at rest the records {sorted(missing)} have not completed")
+
+
+def is_read(envelope: Envelope) -> bool:
+    """Whether an envelope is a read from L3."""
+    record = envelope.record
+    return isinstance(record, Move) and record.source is Tier.STORAGE
