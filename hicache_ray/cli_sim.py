@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -26,7 +27,9 @@ def register(app: typer.Typer) -> None:
 def sim(
     seed: Annotated[int, typer.Option(min=0, help="one seed is one history")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="events of a history")] = 20_000,
-    case: Annotated[str, typer.Option(help="what is simulated; random: drawn from the seed; all: every case in turn")] = "random",
+    case: Annotated[
+        str, typer.Option(help="what is simulated; random: drawn from the seed; all: every case; mixed: in turn a named and a random one")
+    ] = "random",
     minutes: Annotated[float, typer.Option(min=0, help="go on with the next seeds for so long")] = 0,
     report: Annotated[
         bool, typer.Option("--report", help="measure how much each policy reuses of branching prompts, and show a table")
@@ -52,7 +55,7 @@ def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> 
     until = time.monotonic() + minutes * 60
     told = []
     while True:
-        for name in cases() if case == "all" else (case,):
+        for name in _names(case, seed):
             begun = time.monotonic()
             errors.print(f"hicache-ray sim --seed {seed} --steps {steps} --case {name}", markup=False)
             tally = simulate(seed, steps, name)
@@ -63,6 +66,13 @@ def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> 
         if time.monotonic() >= until:
             break
     _print(lives_table(told[-40:]))
+
+
+def _names(case: str, seed: int) -> Sequence[str]:
+    named = list(cases())
+    if case == "mixed":
+        return (named[seed // 2 % len(named)] if seed % 2 else "random",)
+    return named if case == "all" else (case,)
 
 
 def _print(table: Table) -> None:

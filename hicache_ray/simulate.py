@@ -89,10 +89,15 @@ class World:
         self.contents = Contents(spec)
         recipe = {"grid": str(settings.grid)}
         self.tags = tags_of(spec, recipe)
-        self._owners = {tag: (name, rank) for name, of in self.tags.items() for rank, tag in enumerate(of)}
+        mark = OTHER.decode()
+        self._owners = {
+            tag: (name.rstrip(mark), OTHER if name.endswith(mark) else b"", rank)
+            for name, of in self.tags.items()
+            for rank, tag in enumerate(of)
+        }
         l1, l2 = rng.randint(*self.case.l1), rng.randint(*self.case.l2)
         capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, l1), (Tier.HOST, l2)) for c in spec.components}
-        self.shelf = Shelf(self.case.nodes, rng.randint(*self.case.l3) * spec.ranks * len(spec.components))
+        self.shelf = Shelf(self.case.nodes, rng.randint(*self.case.l3) * spec.ranks * len(spec.components), self._right)
         self.members = [
             Member(
                 f"group {i}", Around(spec, settings, self.contents, self.shelf, i % self.case.nodes, self.tags, {}, rng), capacity,
@@ -165,7 +170,7 @@ class World:
                 names = [sorted(member.group._tales) for member in self.members]
                 raise Violation(f"the groups never come to rest: {names} wait for something that nothing under way will bring")
             self._pump(self.tally.events + 1)
-        self.look()
+        self.look_at_storage()
         for member in self.members:
             member.look_at_rest()
         self._queue.clear()
@@ -190,17 +195,22 @@ class World:
     # -- full checks ------------------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Everything in every group, and every object of L3 whose checksum fits."""
+        """Everything in every group."""
         for member in self.members:
             member.look()
-        of_name, owners = self.contents.of_name, self._owners
+
+    def _right(self, id: bytes, content: int) -> None:
+        name, kind, rank = self._owners[id[KEY_BYTES:]]
+        if content != self.contents.of_name(name, rank, id[:KEY_BYTES] + kind):
+            raise Violation(f"rank {rank} writes an object of {name!r} to storage whose bytes are not those of its name")
+
+    def look_at_storage(self) -> None:
+        """Every object of L3 whose checksum fits, and the cap."""
         used = [0] * self.shelf.nodes
         for id, stored in self.shelf.objects.items():
             used[stored.node] += 1
-            name, rank = owners[id[KEY_BYTES:]]
-            kind = OTHER if name.endswith(OTHER.decode()) else b""
-            if stored.whole and stored.content != of_name(name.rstrip(OTHER.decode()), rank, id[:KEY_BYTES] + kind):
-                raise Violation(f"an object of {name!r} of rank {rank} is in storage and its bytes are not those of its name")
+            if stored.whole:
+                self._right(id, stored.content)
         if used != self.shelf.used or max(used) > self.shelf.capacity:
             raise Violation(f"nodes hold {used} objects, count {self.shelf.used}, and may hold {self.shelf.capacity}")
 

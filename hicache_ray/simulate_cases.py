@@ -86,6 +86,7 @@ def cases() -> Mapping[str, Case]:
         Case("hybrid_back", hybrid, ranks=2, policy=WritePolicy.WRITE_BACK),
         Case("exact", {"full": _full(), "swa": _window(20), "state": _state(3 * PAGE)}, exact=True, grid=3, ranks=2),
         Case("exact_back", {"full": _full(), "state": _state(2 * PAGE)}, exact=True, grid=2, policy=WritePolicy.WRITE_BACK, ranks=3),
+        Case("loose", {"full": _full(), "swa": _window(20), "state": _state(3 * PAGE)}, grid=3, ranks=2),
         Case("draft", {"full": _full(), "draft": _full(role="draft", lookahead=1)}),
         Case("wide", {"full": _full(), "wide": _full(page_span=2, ratio=4), "swa": _window(12)}),
         Case("tiny", hybrid, l1=(18, 22), l2=(2, 6), l3=(6, 30)),
@@ -100,7 +101,7 @@ def cases() -> Mapping[str, Case]:
 def drawn(rng: random.Random) -> Case:
     """A case that a seed makes up."""
     exact = rng.random() < 0.35
-    grid = rng.randint(1, 4) if exact else 0
+    grid = rng.randint(1, 4) if exact or rng.random() < 0.4 else 0
     pools: dict[str, Component] = {"full": _full()}
     if rng.random() < 0.55:
         pools["swa"] = _window(rng.randint(1, 60))

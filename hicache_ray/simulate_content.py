@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hicache_ray.errors import HiCacheError
+from hicache_ray.errors import Inconsistent
 from hicache_ray.keys import KEY_BYTES, Namespace, as_tokens, look_ahead, page_keys
 from hicache_ray.records import Tokens
 from hicache_ray.spec import CacheSpec, Shard
@@ -26,8 +26,8 @@ GARBAGE = -2
 FIRST_MARK = -16
 
 
-class Violation(HiCacheError):
-    """An invariant did not hold: the simulator has found a fault."""
+class Violation(Inconsistent):
+    """An invariant did not hold: the simulator has found a fault. No story can go on from there, or hide it."""
 
 
 @dataclass

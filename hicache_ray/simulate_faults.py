@@ -133,4 +133,8 @@ class Faults:
         self.later(self._while(0.8), lambda: setattr(member, "doubled", 0.0))
 
     def lost_group(self) -> None:
-        self._member().restart("injected: the ranks are gone")
+        """Often not once only: the next incarnation has just begun, with record ids that the one before has used as well."""
+        member = self._member()
+        member.restart("injected: the ranks are gone")
+        if self.rng.random() < 0.6:
+            self.later(self.rng.random() ** 2 * 0.5, lambda: member.restart("injected: the ranks are gone again"))

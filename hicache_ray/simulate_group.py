@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from hicache_ray.cache import Cache
-from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, Inconsistent
+from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.lease import Place
-from hicache_ray.records import Clear, Lane, Lookup, Move, Outcome, lane_of
+from hicache_ray.records import Clear, Lane, Lookup, Outcome, lane_of
 from hicache_ray.resume import Limit, Match
 from hicache_ray.settings import Settings
 from hicache_ray.simulate_content import EMPTY, Contents, Prompt, Violation
@@ -94,6 +94,7 @@ class Member:
         self.incarnation = 0
         self.late: dict[str, float] = {}  # how long reports take, beyond the usual; faults change it
         self.doubled = 0.0  # share of reports that arrive twice
+        self.stale: dict[tuple[int, int], Callable[[], None]] = {}  # reports of old incarnations, by rank and record
         self._tick_at: float | None = None
         self.start()
 
@@ -124,7 +125,10 @@ class Member:
             raise Violation(f"the group was lost and {sorted(self.asked)} have not ended")
         for number, op in self.ops.values():
             report = partial(self._late_report, number, op.record.id, stale, self.ranks[number].end(op, drained=True))
-            self.schedule(self.around.rng.random() * 3, report)
+            if self.around.rng.random() < 0.5:
+                self.schedule(self.around.rng.random() ** 3 * 3, report)
+            else:
+                self.stale[(number, op.record.id)] = report
         for rank in self.ranks:
             rank.engine.runs.clear()
             for pool in rank.pools.values():
@@ -153,7 +157,7 @@ class Member:
             del self.asked[rid]
             return False
         except Inconsistent as error:
-            raise Violation(f"the core found itself inconsistent: {error}") from error
+            raise _violation(error) from error
         if len(self.group.active()) > self.max_requests:
             raise Violation(f"{len(self.group.active())} requests are under way where {self.max_requests} may be")
         self.after()
@@ -165,7 +169,7 @@ class Member:
         except Busy:
             return
         except Inconsistent as error:
-            raise Violation(f"the core found itself inconsistent: {error}") from error
+            raise _violation(error) from error
         self.asked[name] = Asked(name, "flush", None, 0, flushed=tiers, begun=self.clock())
         self.after()
 
@@ -178,9 +182,7 @@ class Member:
         try:
             call()
         except (Inconsistent, AssertionError, KeyError, IndexError, ValueError, TypeError) as error:
-            if isinstance(error, Violation):
-                raise
-            raise Violation(f"the core failed: {type(error).__name__}: {error}") from error
+            raise _violation(error) from error
 
     # -- how records run --------------------------------------------------------------------------------------------------------------
 
@@ -202,6 +204,8 @@ class Member:
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
             self._check_resume(self.asked[rid], record.start)  # type: ignore[union-attr]
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
+        if token in self.stale:  # the worst moment for it
+            self.schedule(0.002 * self.around.rng.random(), self.stale.pop(token))
 
     def _check_resume(self, asked: Asked, start: int) -> None:
         """Where a request resumes is legal from the device now, and the largest that its plan knew."""
@@ -383,7 +387,10 @@ class Member:
 
     def look(self) -> None:
         """The full check."""
-        self._guard(self.group.check)
+        try:
+            self._guard(self.group.check)
+        except HiCacheError as error:
+            raise error if isinstance(error, Violation) else Violation(str(error)) from error
         self._guard(self.res.look)
 
     @property
@@ -402,7 +409,6 @@ class Member:
             raise Violation(f"at rest the records {sorted(missing)} have not completed")
 
 
-def is_read(envelope: Envelope) -> bool:
-    """Whether an envelope is a read from L3."""
-    record = envelope.record
-    return isinstance(record, Move) and record.source is Tier.STORAGE
+def _violation(error: Exception) -> Violation:
+    """What the core has found out itself, or stumbled over, is a violation as well."""
+    return error if isinstance(error, Violation) else Violation(f"the core failed: {type(error).__name__}: {error}")

@@ -59,7 +59,7 @@ class Load:
             self.request(member)
         elif what < 0.93:
             self._prefetch(member)
-        elif what < 0.985:
+        elif what < 0.975:
             self._evict(member)
         else:
             self._flush(member)

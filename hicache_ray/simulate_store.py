@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hicache_ray.simulate_content import GARBAGE
@@ -26,10 +26,14 @@ class Stored:
 
 @dataclass
 class Shelf:
-    """Objects of all nodes. Bytes stay with the node that wrote them; every node knows what all have. ``capacity``: objects per node."""
+    """Objects of all nodes. Bytes stay with the node that wrote them; every node knows what all have. ``capacity``: objects per node.
+
+    ``right`` raises unless a content that is written is that of the object's id.
+    """
 
     nodes: int
     capacity: int
+    right: Callable[[bytes, int], None] = field(default=lambda id, content: None)
     verify: bool = True
     epoch: int = 0
     objects: OrderedDict[bytes, Stored] = field(default_factory=OrderedDict)
@@ -54,6 +58,7 @@ class Shelf:
         while self.used[node] >= self.capacity:
             self._remove(next(i for i, o in self.objects.items() if o.node == node))
             self.counts["evicted"] += 1
+        self.right(id, content)
         self.objects[id] = Stored(content, node, whole)
         self.used[node] += 1
         self.counts["put"] += 1

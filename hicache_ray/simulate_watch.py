@@ -163,10 +163,8 @@ class WatchedResidency(Residency):
                 raise Violation(f"slot {s} of {_called(place)} is in use by a record and leased by nobody")
 
     def look(self) -> None:
-        """Everything: the product's own checks, twins against structures slot by slot, every cached byte of every rank."""
-        self.check()
+        """Twins against structures slot by slot, every cached byte of every rank. The product's own checks are its own."""
         for place, pool in self.watched.items():
-            self.seen.check()
             names = self.seen.visible[place]
             keys, slots = list(names), list(names.values())
             if self.seen.slots(place, self.seen.find(keys)).tolist() != slots:
