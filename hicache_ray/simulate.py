@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from hicache_ray.ask import tags_of
 from hicache_ray.keys import KEY_BYTES, OTHER
 from hicache_ray.simulate_cases import Case, case_of
+from hicache_ray.simulate_checks import Asked
 from hicache_ray.simulate_content import Contents, Violation
 from hicache_ray.simulate_faults import Faults
-from hicache_ray.simulate_group import Asked, Member
+from hicache_ray.simulate_group import Member
 from hicache_ray.simulate_load import Load
 from hicache_ray.simulate_rank import Around
 from hicache_ray.simulate_store import Shelf
@@ -100,8 +101,8 @@ class World:
         self.shelf = Shelf(self.case.nodes, rng.randint(*self.case.l3) * spec.ranks * len(spec.components), self._right)
         self.members = [
             Member(
-                f"group {i}", Around(spec, settings, self.contents, self.shelf, i % self.case.nodes, self.tags, {}, rng), capacity,
-                self.case.max_requests, lambda: self.now, self.later, self._ended,
+                Around(spec, settings, capacity, self.contents, self.shelf, i % self.case.nodes, self.tags, {}, rng),
+                self.case, lambda: self.now, self.later, self._ended,
             )
             for i in range(self.case.replicas)
         ]  # fmt: skip

@@ -26,6 +26,7 @@ class Case:
 
     ``grid``: in pages, 0: none. ``replicas``: cache groups over the one L3, spread over ``nodes``. ``faults``: 1 is the usual rate, 0 a
     world where nothing fails. ``calm``: no cancels, flushes and evictions, so that the cache is measured and not its interruptions.
+    ``keeps``: the lower tiers have room for everything, so nothing that was cached once may be forgotten.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     nodes: int = 1
     faults: float = 1.0
     calm: bool = False
+    keeps: bool = False
     max_requests: int = 6
     prompt_pages: int = 14
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +77,7 @@ def _state(every: int) -> Component:
 def cases() -> Mapping[str, Case]:
     """All cases with a name of their own; ``random`` is drawn from the seed (:func:`drawn`)."""
     hybrid = {"full": _full(), "swa": _window(20), "state": _state(2 * PAGE)}
+    roomy = Case("keeps", hybrid, l2=(2000, 2000), faults=0.0, calm=True, keeps=True)
     more = {"chunk": _chunked(20), "wide": _full(page_span=2), "draft": _full(role="draft", lookahead=1)}
     listed = (
         Case("full", {"full": _full()}),
@@ -93,6 +96,8 @@ def cases() -> Mapping[str, Case]:
         Case("threshold", {"full": _full(), "swa": _window(20)}, threshold=3 * PAGE),
         Case("replicas", hybrid, replicas=2, nodes=2),
         Case("four_ranks", {"full": _full(), "mla": _full(shard="replicated"), "state": _state(PAGE)}, ranks=4),
+        roomy,
+        replace(roomy, name="keeps_back", policy=WritePolicy.WRITE_BACK),
         Case("everything", {**hybrid, **more}, ranks=3),
     )
     return {case.name: case for case in listed}

@@ -8,7 +8,7 @@ prompt, half written, or canonical by name only, shows wherever it is used. Cont
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,19 @@ FIRST_MARK = -16
 
 class Violation(Inconsistent):
     """An invariant did not hold: the simulator has found a fault. No story can go on from there, or hide it."""
+
+
+def violation_of(error: Exception) -> Violation:
+    """What the core has found out itself, or stumbled over, is a violation as well."""
+    return error if isinstance(error, Violation) else Violation(f"the core failed: {type(error).__name__}: {error}")
+
+
+def guarded(call: Callable[[], None]) -> None:
+    """Call into the core; refusals are the caller's, every other error is a violation."""
+    try:
+        call()
+    except (Inconsistent, AssertionError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise violation_of(error) from error
 
 
 @dataclass

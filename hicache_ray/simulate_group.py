@@ -4,109 +4,58 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from hicache_ray.cache import Cache
-from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, HiCacheError, Inconsistent
+from hicache_ray.errors import Busy, CapacityError, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.lease import Place
-from hicache_ray.records import Clear, Lane, Lookup, Outcome, lane_of
-from hicache_ray.resume import Limit, Match
-from hicache_ray.settings import Settings
-from hicache_ray.simulate_content import EMPTY, Contents, Prompt, Violation
+from hicache_ray.records import Clear, Lane, Lookup, Move, Outcome, lane_of
+from hicache_ray.simulate_cases import Case
+from hicache_ray.simulate_checks import Asked, Checks, WatchedCache
+from hicache_ray.simulate_content import EMPTY, Prompt, Violation, guarded, violation_of
 from hicache_ray.simulate_rank import Around, Op, VirtualRank
-from hicache_ray.simulate_rule import longest
 from hicache_ray.simulate_store import Fate, Link, fate
 from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import Tier
-from hicache_ray.story import Ended, Job, Report, Request, Sampled
+from hicache_ray.story import Report, Request, Sampled
 
 #: Transfers that a rank has under way with L3 at once; copies and forwards are one at a time.
 WIDTH = {Lane.STORAGE: 4, Lane.ASK: 4, Lane.COPY: 1, Lane.COMPUTE: 1}
-
-
-class WatchedCache(Cache):
-    """Holds every answer of ``match`` against the twins, and remembers what the plan of a resume knew."""
-
-    def __init__(self, res: WatchedResidency, settings: Settings) -> None:
-        super().__init__(res, settings)
-        self.twin = res.seen
-        self.knew: dict[str, int] = {}
-
-    def match(self, job: Job) -> Match:
-        out = super().match(job)
-        rid = job.request.rid
-        if rid == self.engine_owner and rid not in self.knew:
-            self.knew[rid] = self.naive(job, Tier.DEVICE, Tier.HOST)
-            if out.longest(Tier.DEVICE, Tier.HOST) != self.knew[rid]:
-                raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(Tier.DEVICE, Tier.HOST)}")
-        return out
-
-    def naive(self, job: Job, *tiers: Tier) -> int:
-        """The longest legal resume from these tiers, in pages, without bitsets."""
-        request, visible = job.request, self.twin.visible
-        keys = {c.name: job.path.ahead.get(c.name, job.path.keys) for c in self.spec.components}
-        suffixes = (b"",) if self.settings.exact else (b"", b"~")
-
-        def there(component: str, page: int) -> bool:
-            if page >= len(keys[component]):
-                return False
-            key = keys[component][page]
-            return any(key + end in visible[(tier, component)] for tier in tiers for end in suffixes)
-
-        return longest(self.spec, self.settings, len(request.tokens), request.limit, there)
-
-
-@dataclass
-class Asked:
-    """A request, prefetch or flush under way."""
-
-    rid: str
-    kind: str
-    prompt: Prompt | None
-    count: int
-    job: Job | None = None
-    flushed: Sequence[Tier] = ()
-    begun: float = 0.0
-    resumed: int | None = None
-    cancelled: bool = False
 
 
 class Member:
     """One cache group of a world. ``schedule(delay, call)`` has the world call back later."""
 
     def __init__(
-        self, name: str, around: Around, capacity: Mapping[Place, int], max_requests: int,
-        clock: Callable[[], float], schedule: Callable[[float, Callable[[], None]], None], ended: Callable[[Asked, Report | None], None],
+        self, around: Around, case: Case, clock: Callable[[], float],
+        schedule: Callable[[float, Callable[[], None]], None], ended: Callable[[Asked, Report | None], None],
     ) -> None:  # fmt: skip
-        self.name = name
         self.around = around
-        self.capacity = capacity
-        self.max_requests = max_requests
+        self.max_requests = case.max_requests
         self.clock = clock
         self.schedule = schedule
         self.ended = ended
         self.prompts: dict[str, Prompt] = around.prompts
         self.asked: dict[str, Asked] = {}
         self.link = Link()  # of the coordinator's own questions
-        self.ranks = [VirtualRank(rank, around, capacity, self._pinned) for rank in range(around.spec.ranks)]
+        self.ranks = [VirtualRank(rank, around, lambda: self.res) for rank in range(around.spec.ranks)]
         self.incarnation = 0
         self.late: dict[str, float] = {}  # how long reports take, beyond the usual; faults change it
         self.doubled = 0.0  # share of reports that arrive twice
         self.stale: dict[tuple[int, int], Callable[[], None]] = {}  # reports of old incarnations, by rank and record
         self._tick_at: float | None = None
-        self.start()
+        self.checks = Checks(around, self.ranks, case.keeps, case.replicas == 1)
+        self._begin_incarnation()
 
     @property
-    def contents(self) -> Contents:
-        return self.around.contents
+    def res(self) -> WatchedResidency:
+        return self.checks.res
 
-    def start(self) -> None:
-        """A new incarnation: L1 and L2 start empty."""
+    @property
+    def cache(self) -> WatchedCache:
+        return self.checks.cache
+
+    def _begin_incarnation(self) -> None:
         self.incarnation += 1
-        self.res = WatchedResidency(self.around.spec, self.capacity, self._right)
-        self.cache = WatchedCache(self.res, self.around.settings)
         self.group = Group(self.cache, self.clock, self.incarnation, self.max_requests)
         self.waiting: dict[tuple[int, Lane], deque[Envelope]] = {}
         self.busy: Counter[tuple[int, Lane]] = Counter()
@@ -119,7 +68,7 @@ class Member:
     def restart(self, why: str) -> None:
         """The ranks or the coordinator are lost. What ranks do ends before the next incarnation begins; its reports come when they come."""
         old, stale = self.group, self.incarnation
-        self._guard(lambda: old.lose(why))
+        guarded(lambda: old.lose(why))
         self._collect(old)
         if self.asked:
             raise Violation(f"the group was lost and {sorted(self.asked)} have not ended")
@@ -133,11 +82,12 @@ class Member:
             rank.engine.runs.clear()
             for pool in rank.pools.values():
                 pool[:] = [EMPTY] * len(pool)
-        self.start()
+        self.checks.start()
+        self._begin_incarnation()
 
     def _late_report(self, rank: int, record: int, incarnation: int, outcome: Outcome) -> None:
         before = len(self.group._flights)
-        self._guard(lambda: self.group.report(rank, record, incarnation, outcome))
+        guarded(lambda: self.group.report(rank, record, incarnation, outcome))
         if incarnation != self.incarnation and len(self.group._flights) != before:
             raise Violation(f"a report of incarnation {incarnation} has ended record {record} of incarnation {self.incarnation}")
         self.after()
@@ -157,7 +107,7 @@ class Member:
             del self.asked[rid]
             return False
         except Inconsistent as error:
-            raise _violation(error) from error
+            raise violation_of(error) from error
         if len(self.group.active()) > self.max_requests:
             raise Violation(f"{len(self.group.active())} requests are under way where {self.max_requests} may be")
         self.after()
@@ -169,20 +119,14 @@ class Member:
         except Busy:
             return
         except Inconsistent as error:
-            raise _violation(error) from error
+            raise violation_of(error) from error
         self.asked[name] = Asked(name, "flush", None, 0, flushed=tiers, begun=self.clock())
         self.after()
 
     def act(self, call: Callable[[], None]) -> None:
         """Any other call of the group."""
-        self._guard(call)
+        guarded(call)
         self.after()
-
-    def _guard(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except (Inconsistent, AssertionError, KeyError, IndexError, ValueError, TypeError) as error:
-            raise _violation(error) from error
 
     # -- how records run --------------------------------------------------------------------------------------------------------------
 
@@ -202,21 +146,12 @@ class Member:
         self.open.add(record.id)
         rid = getattr(record, "rid", "")
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
-            self._check_resume(self.asked[rid], record.start)  # type: ignore[union-attr]
+            self.checks.resume(self.asked[rid], record.start)  # type: ignore[union-attr]
+        if isinstance(record, Move) and record.source is Tier.STORAGE and rid in self.asked:
+            self.asked[rid].fetched = {(span.component, name) for span in record.spans for name in span.keys}
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
         if token in self.stale:  # the worst moment for it
             self.schedule(0.002 * self.around.rng.random(), self.stale.pop(token))
-
-    def _check_resume(self, asked: Asked, start: int) -> None:
-        """Where a request resumes is legal from the device now, and the largest that its plan knew."""
-        assert asked.job is not None
-        asked.resumed, page = start // self.around.spec.page_size, self.around.spec.page_size
-        limit, knew = asked.job.limit, self.cache.knew[asked.rid]
-        legal = self.cache.naive(asked.job, Tier.DEVICE)
-        if start % page or asked.resumed > legal:
-            raise Violation(f"request {asked.rid} resumes at {start} tokens and the device allows {legal * page}")
-        if asked.resumed != knew and limit is not Limit.LOAD_FAILED:
-            raise Violation(f"request {asked.rid} resumes at {start} tokens where its plan knew that it may at {knew * page}")
 
     def _deliver(self, envelope: Envelope) -> None:
         if envelope.incarnation != self.incarnation:
@@ -279,13 +214,24 @@ class Member:
             return
         record = envelope.record.id
         before = record in self.group._flights
+        asked = self._told(envelope.record, outcome) if isinstance(envelope.record, Lookup) else None
         try:
-            self._guard(lambda: self.group.report(envelope.rank, record, envelope.incarnation, outcome))
+            guarded(lambda: self.group.report(envelope.rank, record, envelope.incarnation, outcome))
         except GroupLost as error:
             raise Violation(f"the ranks agree in everything and the group says: {error}") from error
         if before and record not in self.group._flights:
             self._complete(record)
         self.after()
+        if asked is not None and self.asked.get(asked.rid) is asked:
+            self.checks.fetch(asked)
+
+    def _told(self, record: Lookup, outcome: Outcome) -> Asked | None:
+        """Whom a lookup answers, if somebody still waits for it."""
+        asked, flight = self.asked.get(record.rid), self.group._flights.get(record.id)
+        if asked is None or flight is None or flight.tale is None or outcome.error:
+            return None
+        self.checks.note(asked, record, outcome)
+        return asked
 
     def _complete(self, record: int) -> None:
         if record in self.done:
@@ -307,7 +253,7 @@ class Member:
         if group is not self.group or at != self._tick_at:
             return
         self._tick_at = None
-        self._guard(group.tick)
+        guarded(group.tick)
         left = group.next_deadline()
         if left is not None and left <= self.clock():
             raise Violation("a deadline has passed and a tick has not ended what waits for it")
@@ -324,74 +270,22 @@ class Member:
                 if event.rid.startswith(("r", "p")) and not isinstance(event.error, GroupLost | CapacityError):
                     raise Violation(f"{event.rid} has ended and was not under way (any more): {event.error}")
                 continue
-            self._check_end(asked, event)
+            self.checks.end(asked, event)
             self.cache.knew.pop(event.rid, None)
             self.prompts.pop(event.rid, None)
             for rank in self.ranks:
                 rank.engine.runs.pop(event.rid, None)
             self.ended(asked, event.report)
 
-    def _check_end(self, asked: Asked, event: Ended) -> None:
-        error, report = event.error, event.report
-        if error is not None and not isinstance(error, GroupLost):
-            fair = isinstance(error, Cancelled) and asked.cancelled
-            fair |= isinstance(error, CapacityError) and "everything is in use" in str(error)
-            fair |= isinstance(error, EngineError) and ("injected" in str(error) or "deadline passed" in str(error))
-            fair |= isinstance(error, Busy) and asked.kind == "flush"
-            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush
-            if not fair:
-                raise Violation(f"{asked.kind} {asked.rid} ended with {type(error).__name__}: {error}")
-        if asked.kind == "flush" and error is None:
-            self._check_flushed(asked)
-        if asked.kind == "request" and error is None:
-            if report is None or report.device + report.host + report.storage + report.computed != asked.count or report.computed < 1:
-                raise Violation(f"request {asked.rid} of {asked.count} tokens reports {report}")
-            if report.computed != asked.count - (asked.resumed or 0) * self.around.spec.page_size:
-                raise Violation(f"request {asked.rid} resumed at {asked.resumed} pages and reports {report}")
-            self._check_digests(asked, report)
-
-    def _check_digests(self, asked: Asked, report: Report) -> None:
-        assert asked.prompt is not None
-        for component, at in report.digests.items():
-            c = self.around.spec[component]
-            ids = asked.prompt.ahead[c.lookahead] if c.lookahead else asked.prompt.ids
-            for page, digests in at.items():
-                for rank, digest in enumerate(digests):
-                    if int(digest) | 1 != self.contents.made(component, rank, ids[page], True):
-                        raise Violation(f"request {asked.rid}: the digest of page {page} of {component!r} on rank {rank} is of other bytes")
-
-    def _check_flushed(self, asked: Asked) -> None:
-        for place, names in self.res.seen.visible.items():
-            if place[0] in asked.flushed and names:
-                raise Violation(f"the flush {asked.rid} has ended and {len(names)} pages of {place[1]!r} are still in {place[0].value}")
-
-    def _right(self, place: Place, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        of_name, component = self.contents.of_name, place[1]
-        for rank in self.ranks:
-            pool = rank.pools[place]
-            for name, slot in zip(names, slots, strict=True):
-                if pool[slot] != of_name(component, rank.rank, name):
-                    raise Violation(
-                        f"rank {rank.rank}: a page of {component!r} is visible in {place[0].value} slot {slot} and its bytes are "
-                        f"{self._said(pool[slot])}, not those of its name"
-                    )
-
-    @staticmethod
-    def _said(content: int) -> str:
-        return "not complete" if content < 0 else "of another page, rank, component or kind"
-
-    def _pinned(self, place: Place, slots: Sequence[int]) -> None:
-        self.res.pinned(place, slots)
-
     # -- at rest ----------------------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """The full check."""
         try:
-            self._guard(self.group.check)
+            guarded(self.group.check)
         except HiCacheError as error:
             raise error if isinstance(error, Violation) else Violation(str(error)) from error
-        self._guard(self.res.look)
+        guarded(self.res.look)
 
     @property
     def resting(self) -> bool:
@@ -407,8 +301,3 @@ class Member:
         missing = {record for _, record in self.sent} - self.done
         if missing:
             raise Violation(f"at rest the records {sorted(missing)} have not completed")
-
-
-def _violation(error: Exception) -> Violation:
-    """What the core has found out itself, or stumbled over, is a violation as well."""
-    return error if isinstance(error, Violation) else Violation(f"the core failed: {type(error).__name__}: {error}")

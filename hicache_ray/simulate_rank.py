@@ -7,7 +7,7 @@ nobody else may have written to its targets). Between the two everything else ha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hicache_ray.group import Envelope
@@ -18,6 +18,7 @@ from hicache_ray.settings import Settings
 from hicache_ray.simulate_content import EMPTY, GARBAGE, Contents, Prompt, Violation
 from hicache_ray.simulate_engine import Engine, Written
 from hicache_ray.simulate_store import Fate, Link, Shelf, fate
+from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import CacheSpec, Shard, Tier
 
 
@@ -31,10 +32,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class Around:
-    """What a rank knows of its world. ``pinned`` raises unless somebody leases the slots of a place; ``prompts``: by request."""
+    """What the ranks of a group know of their world. ``capacity``: slots per place. ``prompts``: by request."""
 
     spec: CacheSpec
     settings: Settings
+    capacity: Mapping[Place, int]
     contents: Contents
     shelf: Shelf
     node: int
@@ -61,15 +63,15 @@ class Op:
 
 
 class VirtualRank:
-    """See the module. ``capacity``: slots per place. ``link``: to L3; faults change it, and ``speed``."""
+    """See the module. ``res``: what the group holds now. ``link``: to L3; faults change it, and ``speed``."""
 
-    def __init__(self, rank: int, around: Around, capacity: Mapping[Place, int], pinned: Callable[[Place, Sequence[int]], None]) -> None:
+    def __init__(self, rank: int, around: Around, res: Callable[[], WatchedResidency]) -> None:
         self.rank = rank
         self.around = around
-        self.pools: dict[Place, list[int]] = {place: [EMPTY] * n for place, n in capacity.items()}
+        self.pools: dict[Place, list[int]] = {place: [EMPTY] * n for place, n in around.capacity.items()}
         self.link = Link()
         self.speed = Speed()
-        self._pinned = pinned
+        self._res = res
         self._tags = {name: of[rank] for name, of in around.tags.items()}
         device = {name: pool for (tier, name), pool in self.pools.items() if tier is Tier.DEVICE}
         self.engine = Engine(rank, around.spec, around.settings, around.contents, device)
@@ -207,13 +209,13 @@ class VirtualRank:
 
     def _check_pins(self, op: Op) -> None:
         """A slot that a record reads or writes is leased, from the moment it is given out to the moment it is reported."""
-        record = op.record
+        record, pinned = op.record, self._res().pinned
         if isinstance(record, Move):
             for span in record.spans:
                 if record.source is not Tier.STORAGE:
-                    self._pinned((record.source, span.component), span.source.tolist())
+                    pinned((record.source, span.component), span.source.tolist())
                 if record.target is not Tier.STORAGE:
-                    self._pinned((record.target, span.component), span.target.tolist())
+                    pinned((record.target, span.component), span.target.tolist())
         elif op.work is not None:
             for component, slots in op.work.touched.items():
-                self._pinned((Tier.DEVICE, component), slots)
+                pinned((Tier.DEVICE, component), slots)

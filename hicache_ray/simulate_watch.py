@@ -17,7 +17,7 @@ from hicache_ray.records import Slots
 from hicache_ray.residency import Residency
 from hicache_ray.simulate_content import Violation
 from hicache_ray.slots import SlotPool
-from hicache_ray.spec import CacheSpec
+from hicache_ray.spec import CacheSpec, Tier
 
 #: Raises unless every rank has, in this slot of a place, the bytes that the name stands for.
 Right = Callable[[Place, Sequence[bytes], Sequence[int]], None]
@@ -114,6 +114,7 @@ class WatchedIndex(Index):
     def __init__(self, places: Iterable[Place], right: Right) -> None:
         places = list(places)
         super().__init__(places)
+        self.ever: set[tuple[str, bytes]] = set()  # (component, name) that the device has had
         self.visible: dict[Place, dict[bytes, int]] = {place: {} for place in places}
         self._right = right
 
@@ -122,6 +123,8 @@ class WatchedIndex(Index):
         listed = slots.tolist()
         self._right(place, keys, listed)
         self.visible[place].update(zip(keys, listed, strict=True))
+        if place[0] is Tier.DEVICE:
+            self.ever.update((place[1], key) for key in keys)
         return out
 
     def remove(self, place: Place, entries: Entries) -> Slots:
