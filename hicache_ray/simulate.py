@@ -82,7 +82,7 @@ class World:
         self.case = case if isinstance(case, Case) else case_of(case, rng)
         self.now = 0.0
         self.tally = Tally()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._pushed = 0
         self._resting = False
         spec, settings = self.case.spec(), self.case.core()
@@ -109,7 +109,7 @@ class World:
         self.faults = Faults(rng, self.members, self.shelf, self.later)
         self.load = Load(rng, self.case, self.contents, self.members, self.later)
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Something happens after ``seconds``."""
         self._pushed += 1
         heapq.heappush(self._queue, (self.now + seconds, self._pushed, call))

@@ -96,6 +96,8 @@ class Member:
 
     def begin(self, kind: str, rid: str, prompt: Prompt, request: Request) -> bool:
         """Submit or prefetch; False where it was refused."""
+        if rid in self.asked:
+            return False  # it was preempted, and is not over yet
         self.prompts[rid] = prompt
         asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens), begun=self.clock())
         full = len(self.group.active()) >= self.max_requests
