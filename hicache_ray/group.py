@@ -39,7 +39,7 @@ class Envelope:
 
 @dataclass
 class Tale:
-    """A story under way. ``kind``: request, prefetch, backup or flush."""
+    """A story under way. ``kind``: request, prefetch, evict, backup or flush."""
 
     name: str
     kind: str
@@ -145,7 +145,7 @@ class Group:
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> None:
         """Make room in a tier: afterwards ``need`` slots per component are free."""
-        self._start(Tale(self._own_name("evict"), "backup", self.cache.evict(tier, need)))
+        self._start(Tale(self._own_name("evict"), "evict", self.cache.evict(tier, need)))
 
     # -- what drivers ask ---------------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,8 @@ class Group:
 
     def _start(self, tale: Tale) -> None:
         self._tales[tale.name] = tale
-        if self._flushing is not None and tale.kind in ("request", "prefetch"):
+        # Whatever callers begin meanwhile begins after a flush: what leaves a tier goes to a lower one, which may have been emptied already.
+        if self._flushing is not None and tale.kind in ("request", "prefetch", "evict"):
             tale.waits = Wait.QUIET
             self._held_back.append(tale)
         else:
