@@ -10,7 +10,7 @@ process. What is checked, and when:
 * after every event: free + held + cached = capacity, pins = leases, in every pool of the group that it touched;
 * every 64 events, and whenever the world has come to rest: everything, every cached and stored byte.
 
-A :class:`~hicache_ray.simulate_content.Violation` ends the history; :meth:`Failure` is what to say of it.
+A :class:`~hicache_ray.simulate_content.Violation` ends the history; :class:`Failed` is what to say of it.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Member:
         """Questions to L3 as a whole. What a lookup says was true when it began; a clear happens when it ends."""
         record, rng = envelope.record, self.around.rng
         what = fate(self.link, rng, self.clock(), 4, record.timeout_s)
-        told = {} if what.error or not isinstance(record, Lookup) else self._look_up(record)
+        told = {} if what.error or not isinstance(record, Lookup) else self.around.look_up(record)
         self.schedule(what.seconds, lambda: self._answer(lane, envelope, what, told))
 
     def _answer(self, lane: tuple[int, Lane], envelope: Envelope, what: Fate, told: Mapping[str, tuple[int, ...]]) -> None:
@@ -197,12 +197,6 @@ class Member:
             self.around.shelf.clear()
         self._report(envelope, Outcome(found=told, error=what.error))
         self._next(lane)
-
-    def _look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
-        known: dict[bytes, int] = {}
-        for tag in {t: None for c in record.components for t in self.around.tags[c]}:
-            known[tag] = self.around.shelf.lookup(self.around.node, record.keys, tag)
-        return {c: tuple(known[t] for t in self.around.tags[c]) for c in record.components}
 
     def _report(self, envelope: Envelope, outcome: Outcome) -> None:
         """The report is on its way; some arrive twice."""
