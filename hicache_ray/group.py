@@ -232,7 +232,7 @@ class Group:
 
     def _start(self, tale: Tale) -> None:
         self._tales[tale.name] = tale
-        # Whatever callers begin meanwhile begins after a flush: what leaves a tier goes to a lower one, which may have been emptied already.
+        # What callers begin meanwhile begins after a flush: what leaves a tier goes to a lower one, which may have been emptied already.
         if self._flushing is not None and tale.kind in ("request", "prefetch", "evict"):
             tale.waits = Wait.QUIET
             self._held_back.append(tale)
