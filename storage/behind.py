@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from hicache_ray.errors import ConfigError, Inconsistent, StoreError
 from hicache_ray.storage import bits
-from hicache_ray.store import Store
+from hicache_ray.store import Lent, Store
 
 _BATCH_IDS = 128
 _BATCH_BYTES = 64 << 20
@@ -34,10 +35,16 @@ class BehindStats:
     failures: int
 
 
+class Lender(Protocol):
+    """What is needed of the store in front."""
+
+    def lease(self, ids: Sequence[bytes], timeout_s: float) -> Lent: ...
+
+
 class WriteBehind:
     """``limit_bytes``: of the objects in the queue. ``timeout_s``: of each call of either store."""
 
-    def __init__(self, front: Store, back: Store, limit_bytes: int, timeout_s: float = 10.0) -> None:
+    def __init__(self, front: Lender, back: Store, limit_bytes: int, timeout_s: float = 10.0) -> None:
         if limit_bytes <= 0 or timeout_s <= 0:
             raise ConfigError(f"a write-behind needs a positive limit and timeout, got {limit_bytes} bytes and {timeout_s} s")
         self._front, self._back, self._limit, self._timeout_s = front, back, limit_bytes, timeout_s

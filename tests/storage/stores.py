@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,9 +23,12 @@ from hicache_ray.storage import (
     LatencyStore,
     LocalStore,
     MemoryStore,
+    NodeConfig,
     NodeStore,
+    StorageNode,
     TieredStore,
     WriteBehind,
+    open_store,
 )  # fmt: skip
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.checked import TRAILER_BYTES
@@ -317,6 +320,45 @@ def tcp_arena() -> Subject:
     return Subject(make, Abilities(lends=False))
 
 
+def over_nodes(placement: str) -> Subject:
+    """Three storage nodes in this process, by sockets as a rank opens them; bytes stay with the first one, or lie on all.
+
+    Leases run out on the nodes' clock; on the tcp plane time is real.
+    """
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        rest = PAGE if placement == "writer" else capacity_bytes
+        with small_nodes([capacity_bytes, rest, rest], ShardConfig(placement), clock) as nodes:
+            with closing(open_store(nodes[0].address.socket, clock=clock)) as store:
+                yield store
+            for node in nodes:
+                node.check()
+
+    writer = placement == "writer"
+    abilities = Abilities(clock=clock if writer else None, exact_room=False, eviction=Eviction.APPROXIMATE, counts=writer, lends=writer)
+    return Subject(make, replace(abilities, hold=hold_here if writer else None))
+
+
+def hold_here(store: Any, gate: Gate) -> AbstractContextManager[None]:
+    return hold_client(store._here, gate)
+
+
+@contextmanager
+def small_nodes(capacities: Sequence[int], shard: ShardConfig, clock: Clock) -> Iterator[list[StorageNode]]:
+    """They know each other, and nothing is moving."""
+    with ExitStack() as closing_all:
+        nodes = []
+        for i, capacity in enumerate(capacities):
+            config = NodeConfig(f"n{i}", arena(capacity, f"conf-node{i}"), token="secret", shard=shard)
+            nodes.append(closing_all.enter_context(StorageNode(config, clock, background=False)))
+        for node in nodes:
+            node.set_members([other.address.member for other in nodes])
+        clock.advance(nodes[0].config.members.settle_s)
+        yield nodes
+
+
 def disk() -> Subject:
     clock = Clock()
 
@@ -361,6 +403,8 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "tcp over memory": tcp_memory,
     "tcp over an arena": tcp_arena,
     "sharded": lambda: sharded(ShardConfig(), [1, 0, 0]),
+    "three nodes": lambda: over_nodes("writer"),
+    "three nodes, bytes on all": lambda: over_nodes("home"),
     "sharded, all of it elsewhere": lambda: sharded(ShardConfig(placement="home"), [1], here="a client without a store"),
 }
 
