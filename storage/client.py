@@ -15,7 +15,7 @@ from hicache_ray.storage.addresses import Views, views_of
 from hicache_ray.storage.arena import ArenaAddress
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
-from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.descriptors import EXISTS
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
 from hicache_ray.storage.movers import Batch
@@ -25,7 +25,6 @@ from hicache_ray.storage.wire import MAX_IDS, Kind
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 _MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
-_GRANTED, _EXISTS = int(Outcome.GRANTED), int(Outcome.EXISTS)  # comparing an array with the enum costs more than the comparison
 _RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
 
 
@@ -161,7 +160,7 @@ class ArenaClient:
         memory, asked = connection.mapped, self._clock()
         ask = messages.pack_reserve(ids, sources.sizes.view(np.uint64), deadline.left() + _MARGIN_S)
         reservation = messages.unpack_reservation(connection.call(Kind.RESERVE, ask, deadline), len(ids))
-        visible, granted = reservation.outcomes == _EXISTS, np.flatnonzero(reservation.outcomes == _GRANTED)
+        visible, granted = reservation.outcomes == EXISTS, reservation.granted
         if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
             offsets, sizes = reservation.offsets[granted], sources.sizes[granted]

@@ -83,7 +83,8 @@ class NodeStore:
 
     def lookup(self, keys: Ids, tags: Sequence[bytes], timeout_s: float) -> list[Answer]:
         """One answer per tag. A hit is here or behind. Raises StoreError."""
-        with self._index() as index:
+        with self._lock:
+            index = self._open()
             answers = [index.lookup(keys, tag) for tag in tags]
         everything = (1 << len(keys)) - 1
         if self.back is None or not tags or all(answer.hit == everything for answer in answers):
@@ -96,8 +97,8 @@ class NodeStore:
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """As :meth:`ArenaIndex.reserve`."""
-        with self._index() as index:
-            return index.reserve(ids, lengths, owner, seconds)
+        with self._lock:
+            return self._open().reserve(ids, lengths, owner, seconds)
 
     def seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int) -> int:
         """As :meth:`ArenaIndex.seal`; what became visible is told to ``behind``."""
@@ -107,13 +108,13 @@ class NodeStore:
         """As :meth:`ArenaIndex.lease`; what is not here is fetched from behind first, as far as that is done within ``timeout_s``."""
         if self.back is not None:
             self._promote(packed(ids), owner, timeout_s)
-        with self._index() as index:
-            return index.lease(ids, owner, seconds)
+        with self._lock:
+            return self._open().lease(ids, owner, seconds)
 
     def release(self, lease: int, bad: int) -> None:
         """As :meth:`ArenaIndex.release`."""
-        with self._index() as index:
-            index.release(lease, bad)
+        with self._lock:
+            self._open().release(lease, bad)
 
     # -- removing ----------------------------------------------------------------------------------------------------------------
 
@@ -184,9 +185,13 @@ class NodeStore:
     @contextmanager
     def _index(self) -> Iterator[ArenaIndex]:
         with self._lock:
-            if self._closed:
-                raise StoreClosed("the store of this node is closed")
-            yield self.arena.index
+            yield self._open()
+
+    def _open(self) -> ArenaIndex:
+        """For who has the lock. On the way of every call: a generator more would cost as much as the rest of it."""
+        if self._closed:
+            raise StoreClosed("the store of this node is closed")
+        return self.arena.index
 
     def _keep(self, digest: bytes, record: dict[str, str]) -> None:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
@@ -199,7 +204,8 @@ class NodeStore:
 
     def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
         told: list[bytes] = []
-        with self._index() as index:
+        with self._lock:
+            index = self._open()
             names = index.reserved_ids(reservation) if tell and self.behind is not None else []
             sealed = index.seal(reservation, checksums, owner)
             told = [names[i] for i in bits.each(sealed)] if names else []

@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     ERROR = 127
 
 
+_SCALARS = {code: struct.Struct("<" + code) for code in "BHIQd"}
 KINDS = frozenset(int(kind) for kind in Kind)
 
 
@@ -112,10 +113,10 @@ class Reader:
 
     def number(self, code: str = "I") -> int:
         """One little-endian integer of struct code ``B H I Q``."""
-        return int(self._unpack(code, 1)[0])
+        return self._one(_SCALARS[code])
 
     def real(self) -> float:
-        return float(self._unpack("d", 1)[0])
+        return self._one(_SCALARS["d"])
 
     def numbers(self, code: str, count: int) -> list[int]:
         return list(self._unpack(code, count))
@@ -158,17 +159,23 @@ class Reader:
         if self._at != len(self._body):
             raise WireError(f"a frame has {len(self._body) - self._at} bytes too many")
 
+    def _one(self, layout: struct.Struct) -> Any:
+        at, self._at = self._at, self._at + layout.size
+        if self._at > len(self._body):
+            raise WireError(f"a frame ends after {len(self._body)} bytes where {self._at} were announced")
+        return layout.unpack_from(self._body, at)[0]
+
     def _unpack(self, code: str, count: int) -> tuple[Any, ...]:
         layout = f"<{count}{code}"
         return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
 
 def number(value: int, code: str = "I") -> bytes:
-    return struct.pack("<" + code, value)
+    return _SCALARS[code].pack(value)
 
 
 def real(value: float) -> bytes:
-    return struct.pack("<d", value)
+    return _SCALARS["d"].pack(value)
 
 
 def numbers(code: str, values: Sequence[int]) -> bytes:
