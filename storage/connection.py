@@ -148,18 +148,16 @@ class Pool:
         self._out = 0
         self._closed = False
 
-    @contextmanager
-    def lend(self, deadline: Deadline) -> Iterator[Connection]:
-        """A connection that is given back at the end, or closed when the block raises. Raises StoreError."""
+    def take(self, deadline: Deadline) -> Connection:
+        """A connection, which must be given back. Raises StoreError."""
         connection = self._take(deadline)
-        try:
-            if connection is None:
+        if connection is None:
+            try:
                 connection = self._open_one(deadline)
-            yield connection
-        except BaseException:
-            self._give_back(connection, broken=True)
-            raise
-        self._give_back(connection, broken=False)
+            except BaseException:
+                self.give_back(None, broken=True)
+                raise
+        return connection
 
     def close(self) -> None:
         with self._turn:
@@ -187,7 +185,8 @@ class Pool:
                 if deadline.passed() or not self._turn.wait(deadline.left()):
                     raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
 
-    def _give_back(self, connection: Connection | None, broken: bool) -> None:
+    def give_back(self, connection: Connection | None, broken: bool) -> None:
+        """``broken``: it is closed. None: one that could not be opened."""
         with self._turn:
             self._out -= 1
             keep = connection is not None and not broken and not self._closed

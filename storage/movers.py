@@ -49,6 +49,41 @@ class Batch(NamedTuple):
         return cls(of.addresses, to.addresses, to.sizes, of_source, stream=True)
 
 
+class Piece(NamedTuple):
+    """Copy ``size`` bytes from address ``source`` to ``target``."""
+
+    source: int
+    target: int
+    size: int
+
+
+class Single:
+    """A batch of one piece, whose columns are used again and again: a fresh array costs as much as the copy of a kilobyte."""
+
+    def __init__(self) -> None:
+        self._columns = np.zeros((3, 1), np.int64)
+        self.sums: U64 = np.zeros(1, np.uint64)
+        self.at: Ints = np.zeros(2, np.int64)
+        sources, targets, sizes = self._columns
+        self._batches = {flag: Batch(sources, targets, sizes, flag, stream=True) for flag in (False, True)}
+        self._cells = memoryview(self._columns.reshape(-1))  # type: ignore[arg-type]
+        self._at, self._sum = memoryview(self.at), memoryview(self.sums)  # type: ignore[arg-type]
+
+    def of(self, piece: Piece, of_source: bool) -> Batch:
+        """The batch of this piece, not begun."""
+        self._cells[0], self._cells[1], self._cells[2] = piece
+        self._at[0] = self._at[1] = 0
+        return self._batches[of_source]
+
+    @property
+    def done(self) -> bool:
+        return self._at[0] == 1
+
+    @property
+    def sum(self) -> int:
+        return self._sum[0]
+
+
 class Mover(Protocol):
     """Belongs to one thread, which finishes a piece before it begins another."""
 
@@ -91,10 +126,10 @@ class KernelMover:
         self._address = self._sums.ctypes.data
 
     def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
-        begin = int(at[0])
+        begin = at.item(0)
         self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
-        sizes = batch.sizes[begin : int(at[0])]
-        if not len(sizes) or sizes.min() > self._short:
+        sizes = batch.sizes[begin : at.item(0)]
+        if not len(sizes) or (sizes.item(0) if len(sizes) == 1 else sizes.min()) > self._short:
             return
         for i in begin + np.flatnonzero(sizes <= self._short):
             address = (batch.sources if batch.of_source else batch.targets)[i]

@@ -110,8 +110,13 @@ class Session:
         tried = self._breaker.admit()
         well: bool | None = None
         try:
-            with self._pool.lend(deadline) as connection:
+            connection = self._pool.take(deadline)
+            try:
                 yield connection, deadline
+            except BaseException:
+                self._pool.give_back(connection, broken=True)
+                raise
+            self._pool.give_back(connection, broken=False)
             well = True
         except (Refused, Overloaded, Expired):
             raise

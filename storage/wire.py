@@ -152,6 +152,17 @@ class Reader:
     def bits(self, count: int) -> int:
         return int.from_bytes(self.take((count + 7) // 8), "little")
 
+    @property
+    def size(self) -> int:
+        """Of the whole body, in bytes."""
+        return len(self._body)
+
+    def only(self, layout: struct.Struct) -> tuple[Any, ...]:
+        """The whole body."""
+        if layout.size != len(self._body):
+            raise WireError(f"a frame has {len(self._body)} bytes where it should have {layout.size}")
+        return layout.unpack(self._body)
+
     def rest(self) -> bytes:
         return self.take(len(self._body) - self._at)
 
