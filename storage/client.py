@@ -10,9 +10,9 @@ import numpy as np
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, wire
-from hicache_ray.storage.addresses import Views, views_of
+from hicache_ray.storage.addresses import Views, place_of, views_of
 from hicache_ray.storage.arena import ArenaAddress
-from hicache_ray.storage.client_single import MARGIN_S, Call, Place, get_one, put_one, release
+from hicache_ray.storage.client_single import MARGIN_S, Call, get_one, put_one, release
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import EXISTS
@@ -61,10 +61,10 @@ class ArenaClient:
         require_ids(ids)
         _require_as_many(ids, sources)
         if len(ids) == 1:
-            view = views_of(sources)
+            source = place_of(sources[0])
             with self._session.asking(timeout_s) as (connection, deadline):
                 call = Call(connection, deadline, self._copier, self._clock)
-                return int(put_one(call, ids[0], Place(view.addresses.item(0), view.sizes.item(0))))
+                return int(put_one(call, ids[0], source))
         first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # of equal ids the first counts
         unique = list(dict.fromkeys(ids))
         views = views_of(sources if len(unique) == len(ids) else [sources[first[id]] for id in unique])
@@ -80,11 +80,12 @@ class ArenaClient:
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
         _require_as_many(ids, targets)
-        views = views_of(targets, writable=True)
         if len(ids) == 1:
+            target = place_of(targets[0], writable=True)
             with self._session.asking(timeout_s) as (connection, deadline):
                 call = Call(connection, deadline, self._copier, self._clock)
-                return int(get_one(call, ids[0], Place(views.addresses.item(0), views.sizes.item(0))))
+                return int(get_one(call, ids[0], target))
+        views = views_of(targets, writable=True)
         verified = 0
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(ids, MAX_IDS):

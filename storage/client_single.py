@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hicache_ray.errors import StoreError
+from hicache_ray.storage.addresses import Place
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import EXISTS, GRANTED, Loan
@@ -24,13 +25,6 @@ RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease run
 _ASK_LEASE, _MISS, _LEASE = struct.Struct("<I64sd"), struct.Struct("<QdB"), struct.Struct("<QdB4Q")
 _ASK_RESERVE, _RESERVATION = struct.Struct("<I64sQd"), struct.Struct("<QdBQ")
 _ASK_SEAL = struct.Struct("<QIBQ")
-
-
-class Place(NamedTuple):
-    """Memory of the caller: ``size`` bytes at ``address``."""
-
-    address: int
-    size: int
 
 
 class Call(NamedTuple):

@@ -83,9 +83,9 @@ def pack_reserve(ids: Ids, lengths: Sequence[int] | U64, seconds: float) -> byte
     return b"".join((wire.packed_ids(ids), np.asarray(lengths, "<u8").tobytes(), wire.real(seconds)))
 
 
-def unpack_reserve(reader: Reader) -> tuple[npt.NDArray[np.uint8], U64, float]:
+def unpack_reserve(reader: Reader) -> tuple[Ids, U64, float]:
     """((n, 64) uint8 ids, (n,) lengths, seconds)."""
-    ids = reader.packed_ids()
+    ids = reader.few_ids()
     return ids, reader.words(len(ids)), seconds(reader)
 
 

@@ -69,10 +69,16 @@ class Splitter:
 
     def __init__(self, flag: int) -> None:
         """``flag``: REPLY where replies are expected, 0 where requests are. Frames come out without it."""
-        self._pending, self._flag = bytearray(), flag
+        self._pending: bytes | bytearray = b""
+        self._flag = flag
 
     def feed(self, data: bytes) -> None:
-        self._pending += data
+        if not self._pending:
+            self._pending = data  # nearly always: one read is one frame
+        elif isinstance(self._pending, bytearray):
+            self._pending += data
+        else:
+            self._pending = bytearray(self._pending) + data
 
     def __bool__(self) -> bool:
         """Is a frame begun?"""
@@ -94,7 +100,7 @@ class Splitter:
         if len(self._pending) < end:
             return None
         body = bytes(self._pending[HEADER.size : end])
-        del self._pending[:end]
+        self._pending = self._pending[end:] if end < len(self._pending) else b""
         return Frame(kind, request, body)
 
 
@@ -137,6 +143,11 @@ class Reader:
     def packed(self, size: int, count: int) -> npt.NDArray[np.uint8]:
         """(count, size) uint8, without a copy."""
         return np.frombuffer(self.take(size * count), np.uint8).reshape(count, size)
+
+    def few_ids(self) -> npt.NDArray[np.uint8] | list[bytes]:
+        """:meth:`packed_ids`, but one alone as bytes: it costs less than the array."""
+        count = self.count()
+        return [self.take(ID_BYTES)] if count == 1 else self.packed(ID_BYTES, count)
 
     def packed_ids(self) -> npt.NDArray[np.uint8]:
         return self.packed(ID_BYTES, self.count())
