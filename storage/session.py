@@ -12,7 +12,7 @@ from types import TracebackType
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage.connection import Connection, Deadline, Expired, Overloaded, Pool, Refused
 from hicache_ray.storage.copying import SLICE
-from hicache_ray.storage.movers import KERNELS
+from hicache_ray.storage.loading import KERNELS
 from hicache_ray.storage.segment import Segment
 
 

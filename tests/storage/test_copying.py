@@ -19,7 +19,8 @@ from hicache_ray.storage import ArenaService, ClientConfig, copying, kernel, mov
 from hicache_ray.storage.addresses import views_of
 from hicache_ray.storage.copying import Copier, _slices
 from hicache_ray.storage.descriptors import Sums
-from hicache_ray.storage.movers import KERNELS, Batch, KernelMover, Mover, Movers, PlainMover
+from hicache_ray.storage.loading import KERNELS
+from hicache_ray.storage.movers import Batch, KernelMover, Mover, Movers, PlainMover
 from hicache_ray.storage.segment import Array
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, page
@@ -187,7 +188,7 @@ def test_copies_do_without_the_kernel(monkeypatch: pytest.MonkeyPatch, caplog: p
     with caplog.at_level(logging.WARNING):
         assert source.warm_up(PATIENCE_S) is False
         source.close()
-    assert "its compiled loop cannot be had" in caplog.text
+    assert "cannot be had" in caplog.text
     assert isinstance(source.mover(), PlainMover)
     assert source.warm_up(PATIENCE_S) is False
 
@@ -201,7 +202,7 @@ def test_where_nothing_can_be_kept_it_compiles_anew(monkeypatch: pytest.MonkeyPa
         return compile(*args, **options)
 
     monkeypatch.setattr(kernel, "njit", njit)
-    monkeypatch.setattr(kernel, "move", kernel._compiled())
+    monkeypatch.setattr(kernel, "move", kernel.compiled(kernel._move, kernel.MOVE))
     some, mover, at = Pieces([(5000, 1, 0)]), KernelMover(kernel), np.zeros(2, np.int64)
     checksums = np.zeros(1, np.uint64)
     mover.move(some.batch, checksums, at, 1, 1 << 20)
