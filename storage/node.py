@@ -33,7 +33,6 @@ TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
 _PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
 
-
 Lost: TypeAlias = "list[npt.NDArray[np.uint8]] | None"  # ids that went, by (n, 64) arrays
 
 
