@@ -104,7 +104,7 @@ class CoordinatorShell:
     async def generate(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         """Events of a request as plain data: ``{"tokens", "logprobs"}`` as they come, then ``{"report"}``. Raises what ended it."""
         tokens, namespace = np.asarray(prompt.tokens, dtype=np.int32), self._namespace(prompt.tenant)
-        request = Request(prompt.rid, tokens, namespace, prompt.new_tokens, digests=prompt.digests, spans=prompt.spans)
+        request = Request(prompt.rid, tokens, namespace, prompt.new_tokens, prompt.limit, prompt.digests, prompt.spans)
         async for event in self._running().serve(request):
             if isinstance(event, Sampled):
                 yield {"tokens": event.tokens, "logprobs": event.logprobs}

@@ -90,6 +90,7 @@ class Cache:
         try:
             yield from self.restore.fetch(job)
             yield Wait.ENGINE
+            self.restore.turn(job)
             resumed = yield from self.restore.load(job)
             yield from self._compute(job, resumed)
             digests = yield from self._digests(job)
@@ -105,6 +106,7 @@ class Cache:
             yield from self.restore.fetch(job)
             yield Wait.HOLD
             yield Wait.ENGINE
+            self.restore.turn(job)
             resumed = yield from self.restore.load(job)
             job.promised = resumed.length * self.spec.page_size
         finally:
@@ -208,6 +210,7 @@ class Cache:
 
     def _release(self, job: Job) -> None:
         """Give back everything a request holds. Runs exactly once, however its story ends."""
+        self.restore.fetches.leave(job)
         self.res.leases.release_all(job.leases)
         job.leases.clear()
         if self.engine_owner == job.request.rid:

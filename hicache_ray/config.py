@@ -32,7 +32,6 @@ NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "cache.write_policy": ("write_through_selective",),
         "cache.state_snapshots": ("log", "last"),
-        "cache.prefetch_policy": ("best_effort", "wait_complete"),
     }
 )
 
@@ -87,9 +86,10 @@ class CacheConfig(Section):
     )
     state_snapshots: Literal["all", "log", "last"] = Field("all", description="which state snapshots of a path are kept")
     prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
-        "timeout", description="what ends a request's wait for pages from storage: all are there, or the deadline"
+        "timeout", description="what ends a request's wait for pages from storage: its turn, all are there, or the deadline"
     )
     prefetch_threshold: Annotated[int, Field(ge=0)] = Field(256, description="tokens; fewer than this are not fetched from storage")
+    prefetch_tokens_in_flight: Count = Field(1 << 20, description="most tokens on their way from storage at once; more are not asked for")
     lookup_deadline_s: Seconds = Field(2.0, description="longest wait for storage to say which pages it has")
     load_deadline_s: Seconds = Field(10.0, description="longest time for a copy between host and device; 10 s later its rank is lost")
     prefetch_timeout_base_s: Seconds = Field(2.0, description="deadline of a prefetch: this, plus prefetch_timeout_per_1k_tokens_s")

@@ -112,12 +112,13 @@ class Executor:
         until = self._clock() + record.timeout_s
         bits, error = [], ""
         for span in record.spans:
+            done: list[int] = []
             try:
-                bits.append(0 if error else act(self.store, span, until))
+                if not error:
+                    act(self.store, span, until, done)
             except StoreError as failure:
-                # What moved before the failure is not claimed; the rest is not tried, the deadline is one for all.
-                bits.append(0)
-                error = str(failure)
+                error = str(failure)  # what moved before it has moved; the rest is not tried, the deadline is one for all
+            bits.append(sum(1 << i for i in done))
         return Outcome(bits=tuple(bits), error=error)
 
     def _cross(self, record: Move) -> None:
@@ -148,20 +149,20 @@ class Executor:
     def _copier(self, source: Tier, target: Tier, component: str) -> Copier:
         return Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
 
-    def _write(self, store: Store, span: Span, until: float) -> int:
-        """L2 to L3. A replicated page is written by one rank, chosen by its key so that the work is spread."""
+    def _write(self, store: Store, span: Span, until: float, done: list[int]) -> None:
+        """L2 to L3; ``done`` gains the items that L3 has.
+
+        A replicated page is written by one rank, chosen by its key so that the work is spread."""
         mine = [i for i, key in enumerate(span.keys) if self._writes(span.component, key)]
         self.settle(Tier.HOST, span.component, span.source[mine], timeout_s=self._left(until))
-        done = ((1 << len(span)) - 1) ^ sum(1 << i for i in mine)
+        done += sorted(set(range(len(span))) - set(mine))
         with self._alone(span.component, until):
             for batch, views in self._views(span.component, mine, span.source, fill=True):
                 put = store.put(self._ids(span, batch), views, self._left(until))
-                done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
-        return done
+                done += [i for j, i in enumerate(batch) if put >> j & 1]
 
-    def _read(self, store: Store, span: Span, until: float) -> int:
-        """L3 to L2."""
-        done = 0
+    def _read(self, store: Store, span: Span, until: float, done: list[int]) -> None:
+        """L3 to L2; ``done`` gains the items that have arrived."""
         self.settle(Tier.HOST, span.component, span.target, write=True, timeout_s=self._left(until))
         staged = self._staging.get(span.component)
         with self._alone(span.component, until):
@@ -170,8 +171,7 @@ class Executor:
                 good = [j for j in range(len(batch)) if got >> j & 1]
                 if staged is not None and good:
                     staged[2].copy(np.asarray(good, dtype=np.int32), span.target[[batch[j] for j in good]])
-                done |= sum(1 << batch[j] for j in good)
-        return done
+                done += [batch[j] for j in good]
 
     @contextmanager
     def _alone(self, component: str, until: float) -> Iterator[None]:

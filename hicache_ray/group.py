@@ -124,7 +124,7 @@ class Group(Tales):
         """
         self.cache.res.storage = False
         self.cache.res.index.clear_durable()
-        self._cut_short([f for f in self._flights.values() if f.tale is not None and f.of_storage], "storage was detached")
+        self._cut_short([f for f in self._flights.values() if f.awaited and f.of_storage], "storage was detached")
         self._changed()
 
     def attach(self) -> None:
@@ -151,7 +151,7 @@ class Group(Tales):
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should be called at the latest."""
-        times = [f.deadline for f in self._flights.values() if f.deadline is not None and f.tale is not None]
+        times = [f.deadline for f in self._flights.values() if f.deadline is not None and f.awaited]
         times += [t.deadline for t in self._tales.values() if t.deadline is not None]
         return min(times, default=None)
 
@@ -170,10 +170,11 @@ class Group(Tales):
             return
         del self._flights[record_id]
         self.cache.res.leases.release_all(flight.leases)
-        tale, merged = flight.tale, None
-        if tale is not None:
-            merged = merge(flight.record, [flight.outcomes[r] for r in flight.ranks])
-            self._resume(tale, merged)
+        if flight.tale is not None:
+            self._resume(flight.tale, merge(flight.record, [flight.outcomes[r] for r in flight.ranks]))
+        elif flight.landed is not None:
+            flight.landed(merge(flight.record, [flight.outcomes[r] for r in flight.ranks]))
+            self._adopt_spawned()
         elif isinstance(flight.record, Clear):
             self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since
         self._changed()
@@ -181,11 +182,11 @@ class Group(Tales):
     def tick(self) -> None:
         """Act on deadlines that have passed: a read or a lookup counts as failed where it has not been reported; waits end."""
         now = self._clock()
-        over = [f for f in self._flights.values() if f.tale is not None and f.deadline is not None and f.deadline <= now]
+        over = [f for f in self._flights.values() if f.awaited and f.deadline is not None and f.deadline <= now]
         self._cut_short(over, "the deadline passed")
         for tale in [t for t in self._tales.values() if t.deadline is not None and t.deadline <= now]:
             waits = tale.waits
-            if waits is Wait.ROOM:
+            if waits in (Wait.ROOM, Wait.ARRIVAL):
                 self._advance(tale, Merged(late=True))
             elif isinstance(waits, Wait):
                 self._stop_waiting(tale)

@@ -152,7 +152,7 @@ def lane_of(record: Record) -> Lane:
 class Outcome:
     """What one rank reports of one record. ``error`` is a sentence, empty when all went well; bits may be partial either way.
 
-    ``refused``: the error is what was asked for, not what became of it.
+    ``refused``: the error is what was asked for, not what became of it. ``retry``: of a lookup, there may be more when asked again.
     """
 
     bits: tuple[int, ...] = ()
@@ -163,6 +163,7 @@ class Outcome:
     error: str = ""
     refused: bool = False
     count: int = 0
+    retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class Merged:
     error: str = ""
     refused: bool = False
     count: int = 0
+    retry: bool = False
     late: bool = False
 
 

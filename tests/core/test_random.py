@@ -69,6 +69,7 @@ class Life:
             l1=rng.randint(28, 40), l2=rng.randint(4, 50), l3=rng.choice([20, 1000]),
             write_policy=rng.choice(["write_through", "write_back"]), exact=exact, grid=grid,
             layout=rng.choice(["page_first_direct", "page_first", "layer_first"]), max_requests=6,
+            prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]), settings={"prefetch_tokens_in_flight": 150},
         )  # fmt: skip
         self.prompts = prompts(rng)
 
