@@ -15,7 +15,7 @@ from hicache_ray.config_sizes import format_size
 from hicache_ray.errors import ConfigError
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
-from hicache_ray.settings import PrefetchPolicy, Settings, WritePolicy
+from hicache_ray.settings import PrefetchPolicy, Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig
 
@@ -40,6 +40,10 @@ def settings_of(config: Config) -> Settings:
         grid=c.grid,
         exact=c.exact,
         write_policy=WritePolicy(c.write_policy),
+        selective_threshold=c.selective_threshold,
+        device_reserve=c.device_reserve,
+        backup_bytes=config.storage.backup_in_flight,
+        state_snapshots=StateSnapshots(c.state_snapshots),
         track_interval=c.track_interval,
         storage=config.storage.backend != "none",
         prefetch_policy=PrefetchPolicy(c.prefetch_policy),

@@ -28,12 +28,7 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}
 _BYTES: dict[str, Any] = {"unit": "bytes"}
 
 #: Legal values that this version cannot do yet: setting -> values. One table; delete an entry when its feature lands.
-NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "cache.write_policy": ("write_through_selective",),
-        "cache.state_snapshots": ("log", "last"),
-    }
-)
+NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class Section(BaseModel):
@@ -74,7 +69,10 @@ class CacheConfig(Section):
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         "write_through", description="when the device's pages go to the host: as soon as they are complete, or when they are evicted"
     )
-    selective_threshold: Count = Field(2, description="hits after which write_through_selective backs a page up")
+    selective_threshold: Count = Field(2, description="the use at which write_through_selective backs a page up")
+    device_reserve: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25, description="share of the device pools that can be had without waiting for a copy; for write policies that back up late"
+    )
     layout: Layout = Field("page_first_direct", description="order of axes of the host pools")
     device_layout: Layout = Field("layer_first", description="order of axes of the device pools")
     io_backend: Literal["auto", "direct", "kernel"] = Field("auto", description="how bytes move between device and host")
@@ -128,6 +126,9 @@ class StorageConfig(Section):
     directory: str | None = Field(None, description="folder of the arena's files; null: shared memory")
     lease_s: Seconds = Field(30.0, description="how long a reader may hold an object before its bytes may be reused")
     batch: Count = Field(128, description="most objects of one call to the store; a longer transfer makes several")
+    backup_in_flight: Size = Field(
+        1024**3, description="bytes of one rank on their way to storage at once; more are left for the next use", json_schema_extra=_BYTES
+    )
     name: Name = Field("hicache-storage", description="name of the store; clusters on one machine need different ones")
 
 

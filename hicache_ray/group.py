@@ -71,11 +71,12 @@ class Group(Tales):
         """Requests and prefetches under way."""
         return tuple(t.name for t in self._tales.values() if t.kind in ("request", "prefetch"))
 
-    def flush(self, tiers: Sequence[Tier], timeout_s: float | None = None) -> str:
+    def flush(self, tiers: Sequence[Tier], timeout_s: float | None = None, preserve: bool = False) -> str:
         """Begin to empty tiers; an :class:`Ended` event with the returned name says when it is complete.
 
         Raises :class:`Busy` when requests are under way and there is no ``timeout_s`` to wait for them, or when another flush is under
-        way. Prefetches that nobody waits for yet are revoked. New requests begin after the flush.
+        way. Prefetches that nobody waits for yet are revoked. New requests begin after the flush. ``preserve``: what only L1 and L2 have
+        is written to L3 first.
         """
         running = [t.name for t in self._tales.values() if t.kind == "request"]
         if self._flushing is not None:
@@ -84,7 +85,7 @@ class Group(Tales):
             raise Busy(f"{len(running)} requests are under way; give timeout_s to wait for them")
         for tale in [t for t in self._tales.values() if t.kind == "prefetch"]:
             self.cancel(tale.name)
-        tale = Tale(self._own_name("flush"), "flush", self.cache.flush(tiers))
+        tale = Tale(self._own_name("flush"), "flush", self.cache.flush(tiers, preserve))
         tale.deadline = self._clock() + (timeout_s if timeout_s is not None else self.cache.settings.room_deadline_s)
         self._flushing = tale
         self._start(tale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 
-from hicache_ray import compute, load, plan, prefetch, transfer
+from hicache_ray import compute, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
 from hicache_ray.fetches import Fetches
 from hicache_ray.keys import tagged
@@ -18,7 +18,7 @@ from hicache_ray.records import Lookup, Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.resume import Limit, Match, Plan
 from hicache_ray.settings import PrefetchPolicy, Settings
-from hicache_ray.spec import Tier
+from hicache_ray.spec import Kind, Tier
 from hicache_ray.story import Job, Phase, Story, Wait
 
 
@@ -211,6 +211,7 @@ class Restore:
         era, found = self.res.era, self.match(job)
         resumed = plan.at(found, found.longest(*LOCAL))
         job.phase = Phase.LOADING
+        self._find_fork(job, found)
         self.hold(job, found, resumed)
         need = dict(self.need(job, resumed))
         up = resumed.of(Tier.HOST)
@@ -235,7 +236,7 @@ class Restore:
 
     def need(self, job: Job, resumed: Plan) -> Mapping[str, int]:
         """Device slots that the rest of a request takes."""
-        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
+        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens, job.fork)
         return compute.need(self.spec, self.settings, shape)
 
     def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
@@ -250,6 +251,24 @@ class Restore:
         self.res.leases.release_all(before)
         yield from self.descent.room(Tier.DEVICE, self.need(job, resumed))
         return resumed
+
+    def _find_fork(self, job: Job, found: Match) -> None:
+        """Where the prompt leaves a path that is cached and goes on: whoever leaves it there next will want a state, too."""
+        full = next((c for c in self.spec.components if c.kind is Kind.FULL and c.role == "target" and c.page_span == 1), None)
+        if full is None:
+            return
+        here = found.present[Tier.DEVICE][full.name] | found.present[Tier.HOST][full.name]
+        shared = lengths.longest(lengths.lengths_of(full, here, len(found.keys), self.spec.page_size))
+        if not 0 < shared < len(found.keys):
+            return
+        (last,) = self.res.index.find(found.path.names(full.name, [shared - 1])).tolist()
+        if not self.res.index.goes_on(last):
+            return
+        job.fork = compute.fork_at(self.spec, self.settings, shared * self.spec.page_size)
+        cold = compute.Shape(0, len(job.request.tokens), len(job.request.tokens) + job.request.new_tokens - 1, fork=job.fork)
+        most = compute.need(self.spec, self.settings, cold)
+        if any(c.is_state and most[c.name] + 1 > self.res.capacity[(Tier.DEVICE, c.name)] for c in self.spec.components):
+            job.fork = 0  # no request may need more than the pools hold
 
     # -- small things -----------------------------------------------------------------------------------------------------------
 

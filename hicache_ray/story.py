@@ -115,7 +115,7 @@ class Job:
     """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's.
 
     ``era``: of the residency when it began. ``wanted``: pages of the resume that is being fetched; ``deadline``: until when, on the
-    group's clock, decided once.
+    group's clock, decided once. ``fork``: the length where a state is kept because it leaves a cached path soon after (0: nowhere).
     """
 
     request: Request
@@ -126,6 +126,7 @@ class Job:
     promised: int = 0
     wanted: int = 0
     deadline: float | None = None
+    fork: int = 0
     limit: Limit = Limit.NONE
     leases: list[Lease] = field(default_factory=list)
     storage_pages: set[tuple[str, int]] = field(default_factory=set)

@@ -250,9 +250,9 @@ class Stack(Questions):
         self._collect()
         self.settle()
 
-    def flush(self, l1: bool = True, l2: bool = True, l3: bool = False, timeout: float | None = None) -> None:
+    def flush(self, l1: bool = True, l2: bool = True, l3: bool = False, timeout: float | None = None, preserve: bool = False) -> None:
         """Empty tiers. Raises :class:`~hicache_ray.errors.Busy` while requests run and there is no ``timeout``."""
-        name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout)
+        name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout, preserve)
         self._collect()
         while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
             if not self._round():
