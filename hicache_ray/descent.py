@@ -178,7 +178,7 @@ class Descent:
         rest is left for another round.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
-        keys = tuple(dict.fromkeys(k for some in names.values() for k in some))
+        keys = tuple(dict.fromkeys(k for some in names.values() for k in reversed(some)))  # what is written first is of use alone
         path = Path(keys)  # of many prompts, and of names as they are in the index
         where = {k: i for i, k in enumerate(keys)}
         own = {c.name: self._not_sealed(c.name, keys) for c in self.spec.components}
