@@ -13,8 +13,9 @@ from hicache_ray import backup, evict, insert, lengths, transfer
 from hicache_ray.index import ABSENT
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
+from hicache_ray.persist import Persist
 from hicache_ray.policy import Entries
-from hicache_ray.records import Merged, Move
+from hicache_ray.records import Move
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path
 from hicache_ray.settings import Settings, StateSnapshots, WritePolicy
@@ -25,21 +26,16 @@ from hicache_ray.story import Story, Wait
 WRITE_DOWN_PAGES = 64
 
 
-class Descent:
+class Descent(Persist):
     """Over one :class:`Residency`. ``next_id`` numbers records; ``spawn`` takes a story that nobody waits for.
 
-    ``waits``: how often somebody who needed room on the device had to wait for copies to the host. ``persisting``: bytes of a rank on
-    their way to L3.
+    ``waits``: how often somebody who needed room on the device had to wait for copies to the host.
     """
 
     def __init__(self, res: Residency, settings: Settings, next_id: Callable[[], int], spawn: Callable[[str, Story], None]) -> None:
-        self.res = res
-        self.spec = res.spec
-        self.settings = settings
-        self._next_id = next_id
+        super().__init__(res, settings, next_id)
         self.spawn = spawn
         self.waits = 0
-        self.persisting = 0
         self._writing_down = False
 
     def backup(self, path: Path, prompt: int) -> Story:
@@ -221,44 +217,6 @@ class Descent:
             if moved is not None:
                 transfer.close(self.res, moved)
             self.res.leases.release_all(held)
-
-    def persist(self, path: Path, components: Sequence[str] = (), must: bool = False) -> Story:
-        """L2 to L3, of these components, of all without. The pages are leased now, also where the story that writes them begins later.
-
-        Where too much is on its way already it is left, and counted as dropped, unless it ``must``: somebody waits for it, so that
-        there is not much of that. What was dropped is written at the next use.
-        """
-        parts = backup.not_durable(self.res, path) if self.res.storage else ()
-        parts = tuple(p for p in parts if not components or p.component in components)
-        size = sum(len(p.pages) * self.spec[p.component].page_bytes(self.spec.page_size) for p in parts)
-        if not must and self.persisting and self.persisting + size > self.settings.backup_bytes:
-            for p in parts:
-                self.res.counters[(Tier.STORAGE, p.component)].dropped += len(p.pages)
-            parts, size = (), 0
-        self.persisting += size
-        return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, path), size)
-
-    def _write(self, moved: transfer.Transfer, size: int) -> Story:
-        if not moved:
-            return
-        try:
-            deadline = self.settings.prefetch_cap_s
-            got = yield Move(self._next_id(), "persist", Tier.HOST, Tier.STORAGE, moved.spans(), deadline)
-            self._count(moved, got, Tier.STORAGE)
-            for leg, bits in zip(moved.legs, got.bits, strict=True):
-                known = transfer.fresh(self.res, moved, leg)
-                sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
-                entries = self.res.index.find(sealed)
-                self.res.index.set_durable((Tier.HOST, leg.component), entries)
-        finally:
-            self.persisting -= size
-            transfer.close(self.res, moved)
-
-    def _count(self, moved: transfer.Transfer, got: Merged, tier: Tier) -> None:
-        for leg, bits in zip(moved.legs, got.bits, strict=True):
-            counters = self.res.counters[(tier, leg.component)]
-            counters.backups += bits.bit_count()
-            counters.failures += len(leg.keys) - bits.bit_count()
 
     def _cached(self, place: Place, path: Path) -> Entries:
         entries = self.res.index.find(path.names(place[1]))

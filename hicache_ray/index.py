@@ -41,6 +41,7 @@ class Index:
         self._slots = np.full((len(self._column), 64), ABSENT, dtype=np.int32)
         self._durable = np.zeros((len(self._column), 64), dtype=bool)
         self._uses = np.zeros((len(self._column), 64), dtype=np.int32)
+        self._depth = np.zeros(64, dtype=np.int32)
         self._inner = np.zeros(64, dtype=bool)  # a cached path goes on behind this page
         self._fork = np.zeros(64, dtype=bool)  # another path leaves a cached one soon after this page
 
@@ -90,6 +91,7 @@ class Index:
                 self._slots = np.concatenate([self._slots, np.full_like(self._slots, ABSENT)], axis=1)
                 self._durable = np.concatenate([self._durable, np.zeros_like(self._durable)], axis=1)
                 self._uses = np.concatenate([self._uses, np.zeros_like(self._uses)], axis=1)
+                self._depth = np.concatenate([self._depth, np.zeros_like(self._depth)])
                 self._inner = np.concatenate([self._inner, np.zeros_like(self._inner)])
                 self._fork = np.concatenate([self._fork, np.zeros_like(self._fork)])
         self._ids[key] = entry
@@ -133,8 +135,16 @@ class Index:
         out[entries == ABSENT] = 0
         return out
 
+    def set_depth(self, entries: Entries, pages: npt.NDArray[np.int32]) -> None:
+        """Which page of its prompt each of these is; the same in every prompt that has it."""
+        self._depth[entries[entries != ABSENT]] = pages[entries != ABSENT]
+
+    def depth(self, entries: Entries) -> npt.NDArray[np.int32]:
+        return self._depth[entries]
+
     def follow(self, entries: Entries) -> None:
         """These are the pages of one path, root first: behind each but the last one it goes on."""
+        self.set_depth(entries, np.arange(len(entries), dtype=np.int32))
         known = entries[:-1]
         self._inner[known[known != ABSENT]] = True
 

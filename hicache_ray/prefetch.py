@@ -51,7 +51,7 @@ class Arrivals:
         for i, at in some:
             leg = self.moved.legs[i]
             assert leg.target is not None
-            out.append(Span(leg.component, slots_array(), leg.target.slots[at], tuple(leg.keys[j] for j in at.tolist())))
+            out.append(Span(leg.component, slots_array(), leg.target.slots[at], tuple(leg.keys[j] for j in at.tolist()), leg.depth[at]))
         return tuple(out)
 
     def of(self, match: Match) -> list[Flags]:
@@ -161,6 +161,7 @@ def _publish(res: Residency, after: Match, k: int, a: Arrivals) -> None:
         now = a.arrived[i] & mine[i] & keep & ~a.published[i]
         transfer.arrive(res, replace(a.moved, legs=(leg,)), [to_bits(now)])
         a.published[i] |= now
+        res.index.set_depth(res.index.find(leg.keys), leg.pages)
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
         told = transfer.fresh(res, a.moved, leg) & mine[i] & (a.arrived[i] | a.missed[i])
         names = [key for key, known in zip(leg.keys, told, strict=True) if known]

@@ -38,12 +38,13 @@ class Embedded:
 @dataclass(frozen=True)
 class Span:
     """Pages of one component that move. Item ``i`` goes from ``source[i]`` to ``target[i]``; on the storage side the slots are empty
-    and ``keys[i]`` (page keys; the rank adds its own tag) stands for them."""
+    and ``keys[i]`` (page keys; the rank adds its own tag) stands for them. ``pages``: which base page of its prompt each item ends with."""
 
     component: str
     source: Slots
     target: Slots
     keys: tuple[bytes, ...] = ()
+    pages: Slots = field(default_factory=lambda: slots_array())
 
     def __len__(self) -> int:
         return max(len(self.source), len(self.target), len(self.keys))
@@ -51,7 +52,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Move:
-    """Copy pages from one tier to another, in the order of the spans. Outcome ``bits[i]``: which items of span ``i`` have arrived."""
+    """Copy pages from one tier to another, in the order of the spans. Outcome ``bits[i]``: which items of span ``i`` have arrived; an item
+    that is not this rank's counts as arrived. ``turn``: which of the ranks writes what all of them have alike; another turn, another rank.
+    """
 
     id: int
     rid: str
@@ -59,6 +62,7 @@ class Move:
     target: Tier
     spans: tuple[Span, ...]
     timeout_s: float = 30.0
+    turn: int = 0
 
 
 @dataclass(frozen=True)
