@@ -114,8 +114,8 @@ class CoordinatorShell:
     async def cancel(self, rid: str) -> None:
         self._running().cancel(rid)
 
-    async def flush(self, tiers: Sequence[str], timeout_s: float | None = None) -> None:
-        await self._running().flush([Tier(t) for t in tiers], timeout_s)
+    async def flush(self, tiers: Sequence[str], timeout_s: float | None = None, preserve: bool = False) -> None:
+        await self._running().flush([Tier(t) for t in tiers], timeout_s, preserve)
 
     async def forget_storage(self) -> None:
         """Somebody else has emptied L3: nothing counts as sealed any more."""
@@ -251,6 +251,9 @@ class CoordinatorShell:
             "tiers": tiers,
             "calls": dict(driver.calls),
             "leases": len(res.leases.open()),
+            "fetches": {**asdict(driver.cache.restore.fetches.counters), "tokens": driver.cache.restore.fetches.tokens},
+            "waits": driver.cache.descent.waits,
+            "persisting": driver.cache.descent.persisting,
             "lost": driver.lost,
             "pid": os.getpid(),
             "rank_pids": list(self.begun.pids),
