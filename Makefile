@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint bench clean
+.PHONY: help setup demo test soak lint bench chaos clean
 
 BIN := .venv/bin
 STAMP := .venv/.hicache-ray-installed
@@ -57,6 +57,9 @@ lint: setup ## ruff and mypy
 
 bench: setup ## run the benchmarks, print a table, write benchmarks/results.json
 	@$(BIN)/python -m benchmarks
+
+chaos: setup ## kill, freeze and cut off the parts of a running tier of three nodes; print what that cost (needs root)
+	@$(BIN)/python -m tests.chaos
 
 clean: ## remove caches and build products (not .venv)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/results.json

@@ -19,6 +19,16 @@ def is_any_coordinator(name: str) -> bool:
     return name.startswith(f"{PREFIX}:coordinator:")
 
 
+def ranks(app: str, replica: str, rank: int) -> str:
+    """What the names of all that were, or are, this rank begin with."""
+    return f"{PREFIX}:rank:{app}:{replica}:{rank}:"
+
+
+def rank(app: str, replica: str, rank: int, incarnation: int) -> str:
+    """A rank keeps its name for as long as it lives; ``incarnation``: of the group, when it was made."""
+    return f"{ranks(app, replica, rank)}{incarnation}"
+
+
 def storage(name: str, node: str) -> str:
     return f"{PREFIX}:storage:{name}:{node}"
 

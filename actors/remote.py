@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from hicache_ray.actors import names
+from hicache_ray.errors import ConfigError, GroupLost
 
 
 def cause(error: Exception) -> Exception:
@@ -40,3 +41,24 @@ def living(wanted: Any) -> Mapping[str, Any]:
             except ValueError:  # it died in between
                 continue
     return found
+
+
+async def together(actors: Sequence[Any], refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Results of calls made at once, one on each actor. When one fails or takes too long, all that have not succeeded are killed: they
+    wait for it, or are in no known state. Raises :class:`GroupLost`, or the ConfigError that a method has raised."""
+    calls = [asyncio.ensure_future(answer(ref, timeout_s)) for ref in refs]
+    if calls:
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+    done = [call.done() and call.exception() is None for call in calls]
+    if all(done):
+        return [call.result() for call in calls]
+    errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
+    for actor, call, well in zip(actors, calls, done, strict=True):
+        if not well:
+            call.cancel()
+            ray.kill(actor)
+    error = errors[0]
+    if isinstance(error, ConfigError):
+        raise error
+    why = f"no answer within {timeout_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
+    raise GroupLost(f"the cache group could not {what}: {why}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ from hicache_ray.actors import names
 from hicache_ray.actors.coordinator import Coordinator
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt
 from hicache_ray.actors.rank import JOIN_S, RankSetup, drain_s, rank_actor
-from hicache_ray.actors.remote import answer, cause
+from hicache_ray.actors.remote import answer, cause, together
 from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of, tenant_namespaces
 from hicache_ray.config import Config
-from hicache_ray.errors import Cancelled, ConfigError, GroupLost
+from hicache_ray.errors import Cancelled, GroupLost
 
 log = logging.getLogger("hicache_ray.actors")
 
@@ -38,6 +38,9 @@ ADOPT_S = 30.0
 PING_S = 2.0
 #: An idle group counts as lost when an actor does not answer within this time: the caches of the others are lost with it.
 HEALTH_PING_S = 10.0
+#: While a request hears nothing for so long, its group is looked after: a frozen actor does not end by itself, and the coordinator's own
+#: deadlines are those of a forward. Whoever does not answer within the second time is frozen.
+SILENCE_S, SILENT_PING_S = 3.0, 5.0
 #: How often a request is resubmitted to a new incarnation before its client is told.
 ATTEMPTS = 3
 #: How often a group that is being healed may lose another actor.
@@ -69,6 +72,7 @@ class CacheGroup:
     coordinator: Any = None
     _tried: int = 0
     _healing: asyncio.Task[None] | None = None
+    _looking: asyncio.Task[str] | None = None
     _recipe: dict[str, str] = field(default_factory=dict)
 
     async def start(self) -> None:
@@ -113,16 +117,16 @@ class CacheGroup:
         self.ranks = ranks
         if not await self._answers(self.coordinator):
             self.coordinator = await self._new_coordinator()  # its process starts while the ranks load
-        loaded = await _together(fresh, [r.load.remote() for r in fresh], START_S, "load the model")
+        loaded = await together(fresh, [r.load.remote() for r in fresh], START_S, "load the model")
         for note in {told["note"] for told in loaded} - {""}:
             log.warning("the ranks of replica %s say: %s", self.place.replica, note)
         if loaded:
             self._recipe = dict(recipe_of(self.config, loaded[0]["engine"]))
         port, patience_s = _free_port(), drain_s(self.config) + JOIN_S
         joining = [r.join.remote(port, self._tried, self._recipe) for r in ranks]
-        pids = await _together(ranks, joining, patience_s, "meet")
+        pids = await together(ranks, joining, patience_s, "meet")
         adopting = [self.coordinator.adopt.remote(ranks, Begun(self._tried, self._recipe, tuple(pids), why))]
-        await _together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
+        await together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
         self.incarnation = self._tried
 
     async def _ranks(self) -> tuple[list[Any], list[Any]]:
@@ -151,7 +155,8 @@ class CacheGroup:
         # Set before torch is imported: later it would be too late, and the results would be other bits.
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         gpus = 1 if self.config.model.device == "cuda" else 0
-        options = {**self._at(rank + 1), "num_gpus": gpus, "runtime_env": {"env_vars": env}}
+        name = names.rank(self.place.app, self.place.replica, rank, self._tried)  # so that an operator sees which is which
+        options = {**self._at(rank + 1), "name": name, "namespace": names.NAMESPACE, "num_gpus": gpus, "runtime_env": {"env_vars": env}}
         return rank_actor(self.config).options(**options).remote(setup)
 
     async def _new_coordinator(self) -> Any:
@@ -210,8 +215,9 @@ class CacheGroup:
             raise GroupLost("the cache group has no coordinator")
         stream = coordinator.generate.options(num_returns="streaming").remote(prompt)
         try:
-            async for ref in stream:
-                yield await ref
+            async with aclosing(self._heard(aiter(stream))) as parts:
+                async for event in parts:
+                    yield event
             ended = True
         except ray.exceptions.TaskCancelledError as error:
             raise Cancelled(f"request {prompt.rid} was cancelled") from error
@@ -221,6 +227,33 @@ class CacheGroup:
         finally:
             if not ended:
                 Context().run(coordinator.cancel.remote, prompt.rid)  # not a child of what is being cancelled
+
+    async def _heard(self, refs: AsyncIterator[Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Events as they come. Raises :class:`GroupLost` where they stay away because an actor does not answer."""
+        while True:
+            coming = asyncio.ensure_future(_next(refs))
+            try:
+                while not (await asyncio.wait([coming], timeout=SILENCE_S))[0]:
+                    if why := await self._silent():
+                        raise GroupLost(why)
+                if (event := coming.result()) is None:
+                    return
+            finally:
+                coming.cancel()
+            yield event
+
+    async def _silent(self) -> str:
+        """Why nothing can be heard of this group: an actor that does not answer; empty where all do. One look for all who wait."""
+        if self._looking is None or self._looking.done():
+            self._looking = Context().run(asyncio.get_running_loop().create_task, self._look())
+        return await asyncio.shield(self._looking)
+
+    async def _look(self) -> str:
+        actors = {"the coordinator": self.coordinator, **{f"rank {i}": rank for i, rank in enumerate(self.ranks)}}
+        for patience_s in (SILENT_PING_S, PING_S):  # twice: the first time it may have been this process that stood still
+            alive = await asyncio.gather(*(self._answers(actor, patience_s) for actor in actors.values()))
+            actors = {name: actor for (name, actor), well in zip(actors.items(), alive, strict=True) if not well}
+        return f"{' and '.join(actors)} did not answer within {SILENT_PING_S:g} s; frozen, or gone" if actors else ""
 
     async def healthy(self) -> bool:
         """Whether all actors answer and the group is not lost; heals when not, and then says no."""
@@ -240,33 +273,21 @@ class CacheGroup:
 
     def stop(self) -> None:
         """End all actors now."""
-        if self._healing is not None:
-            self._healing.cancel()
+        for task in (self._healing, self._looking):
+            if task is not None:
+                task.cancel()
         for actor in [self.coordinator, *self.ranks]:
             if actor is not None:
                 ray.kill(actor)
         self.ranks, self.coordinator = [], None
 
 
-async def _together(actors: Sequence[Any], refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """Results of calls made at once, one on each actor. When one fails or takes too long, all that have not succeeded are killed: they
-    wait for it, or are in no known state. Raises :class:`GroupLost`, or the ConfigError that a method has raised."""
-    calls = [asyncio.ensure_future(answer(ref, timeout_s)) for ref in refs]
-    if calls:
-        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-    done = [call.done() and call.exception() is None for call in calls]
-    if all(done):
-        return [call.result() for call in calls]
-    errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
-    for actor, call, well in zip(actors, calls, done, strict=True):
-        if not well:
-            call.cancel()
-            ray.kill(actor)
-    error = errors[0]
-    if isinstance(error, ConfigError):
-        raise error
-    why = f"no answer within {timeout_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
-    raise GroupLost(f"the cache group could not {what}: {why}") from error
+async def _next(refs: AsyncIterator[Any]) -> dict[str, Any] | None:
+    """The next event of a stream, None at its end."""
+    async for ref in refs:
+        event: dict[str, Any] = await ref
+        return event
+    return None
 
 
 def _free_port() -> int:

@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,10 @@ class Nodes:
         return until(both, "two storage nodes that know each other")
 
 
-@pytest.fixture(scope="module")
-def nodes(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    settings = {**small(), "model.tp": 1, "serve.replicas": 2, "storage.label": "rack", "storage.host": "auto"}
-    begin = [sys.executable, "-m", "tests.actors.nodes", json.dumps(settings), str(tmp_path_factory.mktemp("disk"))]
+@contextmanager
+def running(settings: dict[str, Any], repository: Path, disk: Path) -> Iterator[Nodes]:
+    """Two nodes with a replica each; nothing of them is left afterwards."""
+    begin = [sys.executable, "-m", "tests.actors.nodes", json.dumps(settings), str(disk)]
     process = subprocess.Popen(begin, cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     it = Nodes(process, settings)
     processes: list[psutil.Process] = []
@@ -108,6 +109,13 @@ def nodes(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 each.kill()
     assert [name for name in it.left if name.startswith("hicache:")] == []
     assert shared_memory(str(settings["storage.name"])) == []
+
+
+@pytest.fixture(scope="module")
+def nodes(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    settings = {**small(), "model.tp": 1, "serve.replicas": 2, "storage.label": "rack", "storage.host": "auto"}
+    with running(settings, repository, tmp_path_factory.mktemp("disk")) as it:
+        yield it
 
 
 def far(nodes: Nodes) -> dict[str, Any]:
