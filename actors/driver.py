@@ -91,7 +91,8 @@ class Driver:
     async def flush(self, tiers: Sequence[Tier], timeout_s: float | None, preserve: bool = False) -> None:
         """Complete when it returns; ``preserve``: what only L1 and L2 have is written to L3 first.
 
-        Raises :class:`~hicache_ray.errors.Busy`."""
+        Raises :class:`~hicache_ray.errors.Busy`.
+        """
         self._alive()
         queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
         with self._losing():
