@@ -26,6 +26,7 @@ log = logging.getLogger("hicache_ray.actors")
 
 #: Ranks that join a group have loaded their model already, so they meet soon or not at all.
 JOIN_S = 30.0
+WARM_UP_S = 30.0  # for the compiled loops of copies to load; without them copies are slower, and right
 #: How much longer than its deadline a copy of an earlier incarnation may take to end.
 DRAIN_GRACE_S = 10.0
 #: Threads per kind of call. Forwards and copies run one after the other, in the order of the coordinator's calls; of transfers from and
@@ -104,6 +105,8 @@ class RankShell:
         engine = setup.config.engine
         join(TpConfig(setup.rank, setup.config.model.tp, port, address, JOIN_S, engine.gloo_timeout_s))
         self._warm_up()
+        if warm_up := getattr(self.store, "warm_up", None):
+            warm_up(WARM_UP_S)  # the loops of its copies, which would otherwise be loaded beside the first of them
         self.incarnation = incarnation
         return os.getpid()
 

@@ -46,6 +46,7 @@ _EVERYTHING = (1 << PAGES) - 1
 def run() -> list[Row]:
     """Rows for put, get, Flight and lookup."""
     with _server() as (tcp_port, flight_port, raw_port), closing(TcpStore(f"127.0.0.1:{tcp_port}", TOKEN)) as client:
+        client.warm_up(TIMEOUT_S)
         raw = [_tuned(socket.create_connection(("127.0.0.1", raw_port))) for _ in range(STREAMS)]
         try:
             sources, targets = _pages(1), _pages(0)

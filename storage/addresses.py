@@ -23,6 +23,29 @@ class Views(NamedTuple):
     owners: Sequence[object]
 
 
+class Place(NamedTuple):
+    """Memory of a caller: ``size`` bytes at ``address``, for as long as somebody holds ``owner``."""
+
+    address: int
+    size: int
+    owner: object
+
+
+def place_of(buffer: Bytes, writable: bool = False) -> Place:
+    """:func:`views_of` of one. Raises StoreError."""
+    if getattr(buffer, "ndim", 1) > 1:
+        views = views_of([buffer], writable)
+        return Place(views.addresses.item(0), views.sizes.item(0), views.owners)
+    try:
+        owner = pa.py_buffer(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise StoreError(f"not one contiguous buffer of bytes: {error}") from error
+    size = owner.size
+    if writable and size and not owner.is_mutable:
+        raise StoreError("a target is read-only")
+    return Place(owner.address, size, owner)
+
+
 def views_of(buffers: Sequence[Bytes], writable: bool = False) -> Views:
     """Raises StoreError where one is not contiguous, or has to be written and is read-only."""
     try:

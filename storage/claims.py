@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.storage.table import Rows
 
+_NONE, _NO_SERIALS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
-@dataclass(frozen=True, eq=False)
-class Claim:
+
+class Claim(NamedTuple):
     """An open lease, or the open reservation of connection ``owner``. ``rows``: what it pins.
 
     Of a reservation: ``order``, all visible or reserved rows of that call, with the ``serials`` that they had; ``size``, bytes of rows.
@@ -22,8 +23,8 @@ class Claim:
     deadline: float
     owner: int
     rows: Rows
-    order: Rows = field(default_factory=lambda: np.zeros(0, np.int64))
-    serials: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    order: Rows = _NONE
+    serials: npt.NDArray[np.int32] = _NO_SERIALS
     size: int = 0
 
 

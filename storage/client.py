@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, wire
-from hicache_ray.storage.addresses import Views, views_of
+from hicache_ray.storage.addresses import Views, place_of, views_of
 from hicache_ray.storage.arena import ArenaAddress
+from hicache_ray.storage.client_single import MARGIN_S, Call, get_one, put_one, release
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
-from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.descriptors import EXISTS
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.lent import ArenaLent, release_body
 from hicache_ray.storage.movers import Batch
@@ -23,10 +23,6 @@ from hicache_ray.storage.places import require_inside, unchanged
 from hicache_ray.storage.session import ClientConfig, Session
 from hicache_ray.storage.wire import MAX_IDS, Kind
 from hicache_ray.store import Answer, Bytes, StoreStats
-
-_MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
-_GRANTED, _EXISTS = int(Outcome.GRANTED), int(Outcome.EXISTS)  # comparing an array with the enum costs more than the comparison
-_RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
 
 
 class ArenaClient:
@@ -64,6 +60,11 @@ class ArenaClient:
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
         _require_as_many(ids, sources)
+        if len(ids) == 1:
+            source = place_of(sources[0])
+            with self._session.asking(timeout_s) as (connection, deadline):
+                call = Call(connection, deadline, self._copier, self._clock)
+                return int(put_one(call, ids[0], source))
         first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # of equal ids the first counts
         unique = list(dict.fromkeys(ids))
         views = views_of(sources if len(unique) == len(ids) else [sources[first[id]] for id in unique])
@@ -79,6 +80,11 @@ class ArenaClient:
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
         _require_as_many(ids, targets)
+        if len(ids) == 1:
+            target = place_of(targets[0], writable=True)
+            with self._session.asking(timeout_s) as (connection, deadline):
+                call = Call(connection, deadline, self._copier, self._clock)
+                return int(get_one(call, ids[0], target))
         views = views_of(targets, writable=True)
         verified = 0
         with self._session.asking(timeout_s) as (connection, deadline):
@@ -159,14 +165,14 @@ class ArenaClient:
     def _put(self, connection: Connection, ids: Sequence[bytes], sources: Views, deadline: Deadline) -> int:
         """Reserve, copy, seal; returns the bitset of the ids that are visible then."""
         memory, asked = connection.mapped, self._clock()
-        ask = messages.pack_reserve(ids, sources.sizes.view(np.uint64), deadline.left() + _MARGIN_S)
+        ask = messages.pack_reserve(ids, sources.sizes.view(np.uint64), deadline.left() + MARGIN_S)
         reservation = messages.unpack_reservation(connection.call(Kind.RESERVE, ask, deadline), len(ids))
-        visible, granted = reservation.outcomes == _EXISTS, np.flatnonzero(reservation.outcomes == _GRANTED)
+        visible, granted = reservation.outcomes == EXISTS, reservation.granted
         if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
             offsets, sizes = reservation.offsets[granted], sources.sizes[granted]
             require_inside(offsets, sizes.view(np.uint64), memory)
-            targets = memory.arrow.address + offsets.view(np.int64)
+            targets = memory.address + offsets.view(np.int64)
             # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
             batch = Batch(sources.addresses[granted], targets, sizes, of_source=True, stream=True)
             sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
@@ -177,18 +183,18 @@ class ArenaClient:
     def _get(self, connection: Connection, ids: Sequence[bytes], targets: Views, deadline: Deadline) -> int:
         """Lease, copy, verify, release. What the deadline cut off is a miss; so is everything once the lease has run out."""
         memory, asked = connection.mapped, self._clock()
-        ask = wire.ids(ids) + wire.real(deadline.left() + _MARGIN_S)
+        ask = wire.ids(ids) + wire.real(deadline.left() + MARGIN_S)
         lease = messages.unpack_lease(connection.call(Kind.LEASE, ask, deadline), len(ids))
         held = Deadline(self._clock, asked + lease.seconds)
         require_inside(lease.offsets, lease.lengths, memory)
         which, lengths = lease.which, lease.lengths.astype(np.int64)
         fit = np.flatnonzero(lengths == targets.sizes[which])
-        sources = memory.arrow.address + lease.offsets[fit].view(np.int64)
+        sources = memory.address + lease.offsets[fit].view(np.int64)
         batch = Batch(sources, targets.addresses[which[fit]], lengths[fit], stream=True)
         try:
             sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
         except BaseException:
-            self._release(connection, lease.id, np.zeros(len(which), np.bool_))
+            release(connection, release_body(lease.id, 0, 0), self._clock)
             raise
         read = sums.done & unchanged(lease, memory)[fit]
         right = sums.values == lease.checksums[fit]
@@ -197,19 +203,10 @@ class ArenaClient:
         if len(which):
             bad = np.zeros(len(which), np.bool_)
             bad[fit] = read & ~right
-            self._release(connection, lease.id, bad)
+            release(connection, release_body(lease.id, bits.packed(bad), len(bad)), self._clock)
         verified = np.zeros(len(ids), np.bool_)
         verified[which[fit]] = read & right
         return bits.packed(verified)
-
-
-    def _release(self, connection: Connection, lease: int, bad: npt.NDArray[np.bool_]) -> None:
-        """``bad``: of the loans, those whose bytes did not fit. What was read counts also where the service cannot be told: the lease
-        runs out, and a connection that holds half a message is not used again."""
-        try:
-            connection.tell(Kind.RELEASE, release_body(lease, bits.packed(bad), len(bad)), Deadline.after(self._clock, _RELEASE_S))
-        except StoreError:
-            connection.close()
 
 
 def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[bytes]]]:

@@ -165,8 +165,13 @@ class ClusterClient:
         self._fresh_until = now + self._config.view_s
 
     def _ask(self, deadline: Deadline) -> bytes:
-        with self._questions.lend(deadline) as connection:
-            return connection.call(Kind.MEMBERS, b"", deadline).rest()
+        connection, well = self._questions.take(deadline), False
+        try:
+            said = connection.call(Kind.MEMBERS, b"", deadline).rest()
+            well = True
+            return said
+        finally:
+            self._questions.give_back(connection, broken=not well)
 
     def _ask_first(self, deadline: Deadline) -> bytes:
         """A service that is frozen, or not there, costs one caller a deadline now and then, not every caller a full one."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import messages, wire
@@ -31,8 +31,7 @@ class Expired(StoreTimeout):
     """The deadline had passed before the service was asked: says nothing about the service."""
 
 
-@dataclass(frozen=True)
-class Deadline:
+class Deadline(NamedTuple):
     """A point on ``clock``, in seconds."""
 
     clock: Callable[[], float]
@@ -60,10 +59,14 @@ class Connection:
         """Connects and greets. Raises StoreError."""
         self._path, self._request, self._splitter = path, 0, Splitter(wire.REPLY)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._readable = select.poll()
+        self._readable.register(self._sock, select.POLLIN)
         self.segment: Segment | None = None  # set by the pool once the hello is known
         try:
-            with self._translated():
+            try:
                 self._connect(deadline)
+            except OSError as error:
+                raise self._translated(error) from error
             self.hello: Hello = messages.unpack_hello(self.call(Kind.HELLO, b"", deadline))
         except BaseException:
             self.close()
@@ -88,15 +91,16 @@ class Connection:
 
     def call(self, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
         """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused."""
-        with self._translated():
-            with suppress(BrokenPipeError):  # hung up already, but perhaps not without saying why
-                self._send(kind, body, deadline)
+        try:
+            self._send(kind, body, deadline, hung_up=True)
             while (frame := self._splitter.next()) is None:
                 self._sock.settimeout(deadline.left())
                 data = self._sock.recv(_RECV)
                 if not data:
                     raise StoreClosed(f"the arena's service at {self._path} hung up")
                 self._splitter.feed(data)
+        except OSError as error:
+            raise self._translated(error) from error
         if frame.kind == Kind.ERROR:
             raise Refused(f"the arena's service refused: {messages.text(frame.body)}")
         if frame.kind != kind or frame.request != self._request:
@@ -105,37 +109,33 @@ class Connection:
 
     def tell(self, kind: Kind, body: bytes, deadline: Deadline) -> None:
         """Send what has no answer."""
-        with self._translated():
+        try:
             self._send(kind, body, deadline)
+        except OSError as error:
+            raise self._translated(error) from error
 
     def alive(self) -> bool:
         """False once the service has hung up: an idle connection has nothing to read."""
-        try:
-            self._sock.settimeout(0)
-            self._sock.recv(1)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not self._readable.poll(0)
 
     def close(self) -> None:
         self._sock.close()
         self.segment = None
 
-    def _send(self, kind: Kind, body: bytes, deadline: Deadline) -> None:
+    def _send(self, kind: Kind, body: bytes, deadline: Deadline, hung_up: bool = False) -> None:
+        """``hung_up``: it is no error that the service has; perhaps it has said why."""
         self._request = (self._request + 1) & 0xFFFFFFFF
         self._sock.settimeout(deadline.left())
-        self._sock.sendall(wire.encode(kind, self._request, body))
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
         try:
-            yield
-        except TimeoutError as error:
-            raise StoreTimeout(f"the arena's service at {self._path} did not answer within the deadline") from error
-        except OSError as error:
-            raise StoreClosed(f"the arena's service at {self._path} cannot be reached: {error.strerror or error}") from error
+            self._sock.sendall(wire.encode(kind, self._request, body))
+        except BrokenPipeError:
+            if not hung_up:
+                raise
+
+    def _translated(self, error: OSError) -> StoreError:
+        if isinstance(error, TimeoutError):
+            return StoreTimeout(f"the arena's service at {self._path} did not answer within the deadline")
+        return StoreClosed(f"the arena's service at {self._path} cannot be reached: {error.strerror or error}")
 
 
 class Pool:
@@ -148,18 +148,16 @@ class Pool:
         self._out = 0
         self._closed = False
 
-    @contextmanager
-    def lend(self, deadline: Deadline) -> Iterator[Connection]:
-        """A connection that is given back at the end, or closed when the block raises. Raises StoreError."""
+    def take(self, deadline: Deadline) -> Connection:
+        """A connection, which must be given back. Raises StoreError."""
         connection = self._take(deadline)
-        try:
-            if connection is None:
+        if connection is None:
+            try:
                 connection = self._open_one(deadline)
-            yield connection
-        except BaseException:
-            self._give_back(connection, broken=True)
-            raise
-        self._give_back(connection, broken=False)
+            except BaseException:
+                self.give_back(None, broken=True)
+                raise
+        return connection
 
     def close(self) -> None:
         with self._turn:
@@ -187,7 +185,8 @@ class Pool:
                 if deadline.passed() or not self._turn.wait(deadline.left()):
                     raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
 
-    def _give_back(self, connection: Connection | None, broken: bool) -> None:
+    def give_back(self, connection: Connection | None, broken: bool) -> None:
+        """``broken``: it is closed. None: one that could not be opened."""
         with self._turn:
             self._out -= 1
             keep = connection is not None and not broken and not self._closed

@@ -5,6 +5,7 @@ Own threads, because a framework's pool belongs to the model; what moves the byt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -16,7 +17,7 @@ import xxhash
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.addresses import Ints
 from hicache_ray.storage.descriptors import Sums
-from hicache_ray.storage.movers import Batch, Movers
+from hicache_ray.storage.movers import Batch, Mover, Movers, Piece, PlainMover, Single
 from hicache_ray.storage.segment import Array
 from hicache_ray.store import Bytes
 
@@ -34,6 +35,7 @@ class Copier:
     def __init__(self, threads: int, slice_bytes: int = SLICE, kernel: str = "auto") -> None:
         self._threads, self._slice = threads, slice_bytes
         self._movers = Movers(kernel)
+        self._own = threading.local()  # of each thread: its mover, and the columns of its batches of one
         self._pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="hicache-copy")
 
     def warm_up(self, timeout_s: float) -> bool:
@@ -71,12 +73,25 @@ class Copier:
             raise
         return sums
 
+    def run_one(self, piece: Piece, of_source: bool, stop: Callable[[], bool]) -> int | None:
+        """:meth:`run` of one piece, in this thread: its xxh3-64, None where it was given up."""
+        single: Single | None = getattr(self._own, "single", None)
+        if single is None:
+            single = self._own.single = Single()
+        batch = single.of(piece, of_source)
+        mover = self._mover()
+        while not single.done:
+            if stop():
+                return None
+            mover.move(batch, single.sums, single.at, 1, self._slice)
+        return single.sum
+
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._movers.close()
 
     def _work(self, batch: Batch, sums: Sums, todo: Iterator[tuple[int, int]], limit: int, stop: Callable[[], bool]) -> None:
-        mover, at = self._movers.mover(), np.zeros(2, np.int64)
+        mover, at = self._mover(), np.zeros(2, np.int64)
         for begin, end in todo:
             at[:] = begin, 0
             while at[0] < end:
@@ -84,6 +99,12 @@ class Copier:
                     return
                 mover.move(batch, sums.values, at, end, limit)
                 sums.done[begin : at[0]] = True
+
+    def _mover(self) -> Mover:
+        mover: Mover | None = getattr(self._own, "mover", None)
+        if mover is None or isinstance(mover, PlainMover):  # is there a better one by now?
+            mover = self._own.mover = self._movers.mover()
+        return mover
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:

@@ -25,6 +25,8 @@ class Outcome(enum.IntEnum):
     REFUSED = 3
 
 
+#: The same as plain numbers: comparing an array with the enum, or writing the enum into one, costs more than the pass over the array.
+GRANTED, EXISTS, PENDING, REFUSED = (int(outcome) for outcome in Outcome)
 OUTCOMES = tuple(Outcome)  # by value; calling the enum costs more than all else in its message
 
 
@@ -47,7 +49,7 @@ class Reservation:
     @property
     def granted(self) -> npt.NDArray[np.int64]:
         """Positions, ascending, of the granted ids: the order of a seal's checksums."""
-        return np.flatnonzero(self.outcomes == Outcome.GRANTED)
+        return np.flatnonzero(self.outcomes == GRANTED)
 
     @property
     def grants(self) -> list[Grant]:

@@ -68,8 +68,8 @@ class Holdings:
         self.objects = 0  # visible ones
         self.tick = 0
         self.lost: list[npt.NDArray[np.uint8]] | None = None  # ids that went before anybody asked for it; set it to know
-        self._oldest = OldestFirst()
-        self._kinds: dict[int, int] = {}  # size class -> its number
+        self.order = OldestFirst()
+        self.kinds: dict[int, int] = {}  # size class -> its number
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class Holdings:
     def start(self, new: New) -> Rows:
         """Rows of new objects, invisible and held by one writer."""
         table, rows = self.table, self.table.add(new.ids, new.hashes)
-        tenants, kind = self.tenants.of(new.ids), self._kinds.setdefault(new.size, len(self._kinds))
+        tenants, kind = self.tenants.of(new.ids), self.kinds.setdefault(new.size, len(self.kinds))
         for name, value in {
             **{"length": new.lengths, "offset": new.offsets, "checksum": 0, "tick": new.tick, "pins": 1},
             **{"kind": kind, "tenant": tenants, "state": RESERVED},
@@ -129,10 +129,10 @@ class Holdings:
             rows = np.unique(rows)
         self.slabs.unpin(table["offset"][rows])
         seen = table["state"][rows] == SEALED
+        if seen.any():
+            self.order.back(int(table["tick"][rows[seen]].min()))
         if seen.all():
-            self._oldest.back(table["tick"][rows])
             return
-        self._oldest.back(table["tick"][rows[seen]])
         rows = rows[~seen]
         self.table.hide(rows[table["state"][rows] == RESERVED])
         self._free(rows)
@@ -160,7 +160,7 @@ class Holdings:
         def candidates() -> Rows:
             return np.flatnonzero((table["state"] == SEALED) & (table["pins"] == 0) & (table[column] == value))
 
-        rows = self._oldest.oldest((column, value), count, table["tick"], candidates)
+        rows = self.order.oldest((column, value), count, table["tick"], candidates)
         return rows[table["tick"][rows] < before]
 
     def evict(self, rows: Rows) -> None:
@@ -171,7 +171,7 @@ class Holdings:
 
     def kind(self, size: int) -> int:
         """Number of a size class; -1 where no object of it was ever placed."""
-        return self._kinds.get(size, -1)
+        return self.kinds.get(size, -1)
 
     def between(self, low: int, high: int) -> Rows:
         """Objects whose slots begin in these bytes."""
@@ -195,7 +195,7 @@ class Holdings:
         rows = np.flatnonzero(states != FREE)
         offsets, lengths, pins = (table[name][rows] for name in ("offset", "length", "pins"))
         self.slabs.check(offsets, pins > 0, table["tick"][rows])
-        sizes = {number: size for size, number in self._kinds.items()}
+        sizes = {number: size for size, number in self.kinds.items()}
         found = table.rows()
         require(bool(np.isin(states[found], (RESERVED, SEALED)).all()), "an object is found that is not there")
         require(len(found) == int(np.isin(states, (RESERVED, SEALED)).sum()), "an object is not found")

@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 from hicache_ray.storage import bits
 from hicache_ray.storage.claims import Claim, Claims
-from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
+from hicache_ray.storage.descriptors import GRANTED, Lease, Reservation, Sums
 from hicache_ray.storage.holdings import FREE, RESERVED, SEALED, Holdings
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.room import place
+from hicache_ray.storage.singles import Placed, let_go_one, pin_one, place_one, show_one, use_one
 from hicache_ray.storage.slabs import BLOCK, SlabMap, require
+from hicache_ray.storage.table import FEW
 from hicache_ray.store import Answer, StoreStats
 
 
@@ -44,6 +46,8 @@ class ArenaIndex(Holdings):
     Not thread-safe: its owner locks.
     """
 
+    singly = True  # a batch of one takes the short way; without, everything comes out the same
+
     def __init__(
         self, slabs: SlabMap, generations: Any, clock: Callable[[], float], limits: Limits | None = None, first_id: int = 1
     ) -> None:
@@ -56,6 +60,8 @@ class ArenaIndex(Holdings):
 
     def lookup(self, keys: Ids, tag: bytes) -> Answer:
         self.expire()
+        if len(keys) <= FEW and self.singly:
+            return self._look(keys, tag)
         rows = self.table.find_pairs(keys, tag)
         states = np.where(rows >= 0, self.table["state"][rows], FREE)
         pending = bits.packed(states == RESERVED) if self.claims.holds else 0
@@ -99,14 +105,18 @@ class ArenaIndex(Holdings):
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """Slots for new objects, evicting older ones; never evicts what this same call found or placed."""
         self.expire()
-        ids, wanted = packed(ids), np.asarray(lengths, np.uint64)
         room = None if self.limits.pending_bytes is None or not self.pending_bytes else self.limits.pending_bytes - self.pending_bytes
-        batch = place(self, ids, np.minimum(wanted, self.slabs.capacity_bytes + 1).astype(np.int64), room)
-        placed = batch.rows[batch.outcomes == Outcome.GRANTED]
+        seconds, most = min(seconds, self.limits.hold_s), self.slabs.capacity_bytes + 1
+        if len(ids) == 1 and self.singly:
+            length = min(int(lengths[0]), most)
+            one = place_one(self, bytes(ids[0]), length, room)
+            if one is not None:
+                return self._reserved_one(one, length, owner, seconds)
+        batch = place(self, packed(ids), np.minimum(np.asarray(lengths, np.uint64), most).astype(np.int64), room)
+        placed = batch.rows[batch.outcomes == GRANTED]
         order = batch.rows[batch.rows >= 0]
         size = int(self.table["length"][placed].sum())
         self.pending_bytes += size
-        seconds = min(seconds, self.limits.hold_s)
         claim = Claim(self.claims.clock() + seconds, owner, placed, order, self.table["serial"][order], size)
         return Reservation(self.claims.open(self.claims.holds, claim), seconds, batch.outcomes, batch.offsets)
 
@@ -122,6 +132,8 @@ class ArenaIndex(Holdings):
             return 0
         del self.claims.holds[reservation]
         self.pending_bytes -= hold.size
+        if self.singly and len(hold.order) == len(hold.rows) == 1 and sums.done[0]:
+            return self._seal_one(hold.rows.item(0), sums.values.item(0))
         good = sums.done & (self.table["state"][hold.rows] == RESERVED)
         if not good.all():
             self.let_go(hold.rows[~good])
@@ -140,13 +152,15 @@ class ArenaIndex(Holdings):
     def lease(self, ids: Ids, owner: int, seconds: float) -> Lease:
         """Protect what is visible of ``ids`` for at most ``seconds``. Counts as use."""
         self.expire()
+        seconds = min(seconds, self.limits.lease_s)
+        if len(ids) == 1 and self.singly:
+            return self._lease_one(bytes(ids[0]), owner, seconds)
         table, rows = self.table, self.table.find(ids)
         hit = (rows >= 0) & (table["state"][rows] == SEALED)
         held = rows[hit]
         self.pin(held, self.use(held))
         self.counters.gets += len(rows)
         self.counters.get_misses += len(rows) - len(held)
-        seconds = min(seconds, self.limits.lease_s)
         id = self.claims.open(self.claims.leases, Claim(self.claims.clock() + seconds, owner, held))
         loans = np.empty((len(held), 4), np.uint64)
         loans[:, 0] = offsets = table["offset"][held]
@@ -213,4 +227,46 @@ class ArenaIndex(Holdings):
 
     def _close(self, claim: Claim) -> None:
         self.pending_bytes -= claim.size
-        self.let_go(claim.rows)
+        if not self.singly or len(claim.rows) != 1 or not let_go_one(self, claim.rows.item(0)):
+            self.let_go(claim.rows)
+
+    def _look(self, keys: Ids, tag: bytes) -> Answer:
+        """:meth:`lookup` of a few."""
+        hit = pending = 0
+        for i, key in enumerate(keys):
+            row = self.table.find_one(bytes(key) + tag)
+            if row >= 0:
+                sealed = self.table.cells["state"][row] == SEALED
+                hit |= sealed << i
+                pending |= (not sealed) << i
+        return Answer(hit=hit, pending=pending)
+
+    def _reserved_one(self, one: Placed, length: int, owner: int, seconds: float) -> Reservation:
+        number = 0
+        if one.outcome == GRANTED:
+            self.pending_bytes += length
+            rows, serials = np.array([one.row]), np.array([self.table.cells["serial"][one.row]], np.int32)
+            number = self.claims.open(self.claims.holds, Claim(self.claims.clock() + seconds, owner, rows, rows, serials, length))
+        return Reservation(number, seconds, np.array([one.outcome], np.uint8), np.array([one.offset], np.uint64))
+
+    def _seal_one(self, row: int, checksum: int) -> int:
+        cells = self.table.cells
+        if cells["state"][row] != RESERVED:  # dropped meanwhile
+            self.let_go(np.array([row]))
+            return 0
+        show_one(self, row, checksum)
+        use_one(self, row)
+        return 1
+
+    def _lease_one(self, id: bytes, owner: int, seconds: float) -> Lease:
+        cells, row = self.table.cells, self.table.find_one(id)
+        self.counters.gets += 1
+        if row < 0 or cells["state"][row] != SEALED:
+            self.counters.get_misses += 1
+            return Lease(0, seconds, np.zeros(1, np.bool_), np.zeros((0, 4), np.uint64))
+        use_one(self, row)
+        pin_one(self, row)
+        number = self.claims.open(self.claims.leases, Claim(self.claims.clock() + seconds, owner, np.array([row])))
+        offset = cells["offset"][row]
+        loan = (offset, cells["length"][row], cells["checksum"][row], self.generations.item(offset // BLOCK))
+        return Lease(number, seconds, np.ones(1, np.bool_), np.array([loan], np.uint64))

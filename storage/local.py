@@ -13,7 +13,7 @@ import pyarrow as pa
 from hicache_ray.errors import StoreClosed, StoreTimeout
 from hicache_ray.storage import bits
 from hicache_ray.storage.copying import Copier, as_array, checksum
-from hicache_ray.storage.descriptors import Lease, Outcome, Reservation, Sums
+from hicache_ray.storage.descriptors import EXISTS, PENDING, Lease, Reservation, Sums
 from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.node import NodeStore
@@ -188,9 +188,9 @@ class Receiving:
         for i in self._granted:
             self.targets[i] = data[offsets[i] : offsets[i] + lengths[i]]
         #: Objects that were visible before.
-        self.present = bits.packed(held.outcomes == Outcome.EXISTS)
+        self.present = bits.packed(held.outcomes == EXISTS)
         #: Objects that another writer is about to store.
-        self.pending = bits.packed(held.outcomes == Outcome.PENDING)
+        self.pending = bits.packed(held.outcomes == PENDING)
 
     @property
     def views(self) -> list[memoryview | None]:

@@ -48,9 +48,9 @@ class OldestFirst:
             found = line.rows[:count]
         return found
 
-    def back(self, ticks: Rows) -> None:
-        """Objects of these ticks may be evicted again, without having been used."""
-        if len(ticks) and int(ticks.min()) <= self._horizon:
+    def back(self, tick: int) -> None:
+        """Objects of this tick or later ones may be evicted again, without having been used."""
+        if tick <= self._horizon:
             self._lines.clear()
             self._horizon = -1
 

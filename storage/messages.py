@@ -19,6 +19,7 @@ Bits are bitsets of whole bytes; a star repeats what is before it.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from hicache_ray.storage.descriptors import OUTCOMES, U64, Lease, Reservation, S
 from hicache_ray.storage.ids import Ids
 from hicache_ray.storage.wire import Reader, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
+
+_CLAIM = struct.Struct("<Qd")
 
 
 class Hello(NamedTuple):
@@ -81,15 +84,14 @@ def pack_reserve(ids: Ids, lengths: Sequence[int] | U64, seconds: float) -> byte
     return b"".join((wire.packed_ids(ids), np.asarray(lengths, "<u8").tobytes(), wire.real(seconds)))
 
 
-def unpack_reserve(reader: Reader) -> tuple[npt.NDArray[np.uint8], U64, float]:
+def unpack_reserve(reader: Reader) -> tuple[Ids, U64, float]:
     """((n, 64) uint8 ids, (n,) lengths, seconds)."""
-    ids = reader.packed_ids()
+    ids = reader.few_ids()
     return ids, reader.words(len(ids)), seconds(reader)
 
 
 def pack_reservation(reservation: Reservation) -> bytes:
-    head = wire.number(reservation.id, "Q") + wire.real(reservation.seconds)
-    return b"".join((head, reservation.outcomes.tobytes(), reservation.offsets.tobytes()))
+    return b"".join((_CLAIM.pack(reservation.id, reservation.seconds), reservation.outcomes.tobytes(), reservation.offsets.tobytes()))
 
 
 def unpack_reservation(reader: Reader, count: int) -> Reservation:
@@ -113,7 +115,7 @@ def unpack_seal(reader: Reader) -> tuple[int, Sums]:
 
 
 def pack_lease(lease: Lease) -> bytes:
-    return b"".join((wire.number(lease.id, "Q"), wire.real(lease.seconds), wire.flags(lease.hit), lease.table.tobytes()))
+    return b"".join((_CLAIM.pack(lease.id, lease.seconds), wire.flags(lease.hit), lease.table.tobytes()))
 
 
 def unpack_lease(reader: Reader, count: int) -> Lease:

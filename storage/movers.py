@@ -1,16 +1,11 @@
 """What moves the bytes of a batch and sums them: the compiled loop, or C's memmove and the xxhash library.
 
 The compiled loop is loaded in the background from the first copy on; until it is there, and where it cannot be had, the other one works.
-So a process that never copies (a coordinator) does not load a compiler, and the first copy does not wait for one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import logging
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,14 +14,12 @@ import xxhash
 
 from hicache_ray.storage.addresses import Ints, views_of
 from hicache_ray.storage.descriptors import U64
+from hicache_ray.storage.loading import Loader
 from hicache_ray.store import Bytes
 
-log = logging.getLogger("hicache_ray.storage")
-KERNELS = ("auto", "off")
 _MODULE = "hicache_ray.storage.kernel"
 _CHUNK = 512 << 10  # bytes; measured: 256 KiB switches threads too often, 1 MiB leaves the cache before it is hashed
 _LEAST = 1024  # bytes that a call moves at least
-_LOAD_S = 60.0
 
 
 class Batch(NamedTuple):
@@ -47,6 +40,41 @@ class Batch(NamedTuple):
         """Between buffers, which the caller holds on to. Raises StoreError."""
         of, to = views_of(sources), views_of(targets, writable=True)
         return cls(of.addresses, to.addresses, to.sizes, of_source, stream=True)
+
+
+class Piece(NamedTuple):
+    """Copy ``size`` bytes from address ``source`` to ``target``."""
+
+    source: int
+    target: int
+    size: int
+
+
+class Single:
+    """A batch of one piece, whose columns are used again and again: a fresh array costs as much as the copy of a kilobyte."""
+
+    def __init__(self) -> None:
+        self._columns = np.zeros((3, 1), np.int64)
+        self.sums: U64 = np.zeros(1, np.uint64)
+        self.at: Ints = np.zeros(2, np.int64)
+        sources, targets, sizes = self._columns
+        self._batches = {flag: Batch(sources, targets, sizes, flag, stream=True) for flag in (False, True)}
+        self._cells = memoryview(self._columns.reshape(-1))  # type: ignore[arg-type]
+        self._at, self._sum = memoryview(self.at), memoryview(self.sums)  # type: ignore[arg-type]
+
+    def of(self, piece: Piece, of_source: bool) -> Batch:
+        """The batch of this piece, not begun."""
+        self._cells[0], self._cells[1], self._cells[2] = piece
+        self._at[0] = self._at[1] = 0
+        return self._batches[of_source]
+
+    @property
+    def done(self) -> bool:
+        return self._at[0] == 1
+
+    @property
+    def sum(self) -> int:
+        return self._sum[0]
 
 
 class Mover(Protocol):
@@ -91,10 +119,10 @@ class KernelMover:
         self._address = self._sums.ctypes.data
 
     def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
-        begin = int(at[0])
+        begin = at.item(0)
         self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
-        sizes = batch.sizes[begin : int(at[0])]
-        if not len(sizes) or sizes.min() > self._short:
+        sizes = batch.sizes[begin : at.item(0)]
+        if not len(sizes) or (sizes.item(0) if len(sizes) == 1 else sizes.min()) > self._short:
             return
         for i in begin + np.flatnonzero(sizes <= self._short):
             address = (batch.sources if batch.of_source else batch.targets)[i]
@@ -105,45 +133,21 @@ class Movers:
     """Gives every thread its mover. ``kernel``: ``auto | off``."""
 
     def __init__(self, kernel: str) -> None:
-        self._lock = threading.Lock()
-        self._module: Any = None
-        self._loader: threading.Thread | None = None
-        self._off = kernel == "off"
+        without = "the arena copies with memmove, at about half the speed"
+        self._loader = Loader(_MODULE, "move", without, off=kernel == "off")
 
     def mover(self) -> Mover:
         """The best there is now; never waits."""
-        if not self._off and self._module is None:
-            self._begin()
-        return PlainMover() if self._module is None else KernelMover(self._module)
+        module = self._loader.get()
+        return PlainMover() if module is None else KernelMover(module)
 
     def warm_up(self, timeout_s: float) -> bool:
         """Load the compiled loop; True once it is used."""
-        if not self._off and self._module is None:
-            self._begin()
-            if self._loader is not None:
-                self._loader.join(timeout_s)
-        return self._module is not None
+        return self._loader.warm_up(timeout_s)
 
     def close(self) -> None:
-        """No thread of ours is left: a compilation that is under way is waited for, a few seconds."""
-        if self._loader is not None:
-            self._loader.join(_LOAD_S)
-
-    def _begin(self) -> None:
-        with self._lock:
-            loaded = sys.modules.get(_MODULE)
-            if hasattr(loaded, "move"):  # not while another thread still imports it
-                self._module = loaded
-            elif self._loader is None:
-                self._loader = threading.Thread(target=self._load, name="hicache-kernel")
-                self._loader.start()
-
-    def _load(self) -> None:
-        try:
-            self._module = importlib.import_module(_MODULE)
-        except Exception as error:  # whatever a compiler may raise on some machine: copies work without it
-            self._off = True
-            log.warning("the arena copies with memmove, at about half the speed: its compiled loop cannot be had: %s", error)
+        """No thread of ours is left."""
+        self._loader.close()
 
 
 def _bytes_at(address: int, size: int) -> Any:

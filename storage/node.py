@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
 _PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
+
+Lost: TypeAlias = "list[npt.NDArray[np.uint8]] | None"  # ids that went, by (n, 64) arrays
 
 
 class Behind(Protocol):
@@ -95,7 +97,8 @@ class NodeStore:
 
     def lookup(self, keys: Ids, tags: Sequence[bytes], timeout_s: float) -> list[Answer]:
         """One answer per tag. A hit is here or behind. Raises StoreError."""
-        with self._index() as index:
+        with self._lock:
+            index = self._open()
             answers = [index.lookup(keys, tag) for tag in tags]
         everything = (1 << len(keys)) - 1
         if self.back is None or not tags or all(answer.hit == everything for answer in answers):
@@ -108,8 +111,13 @@ class NodeStore:
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """As :meth:`ArenaIndex.reserve`."""
-        with self._index() as index:
-            return index.reserve(ids, lengths, owner, seconds)
+        with self._lock:
+            index = self._open()
+            made = index.reserve(ids, lengths, owner, seconds)
+            lost = self._take_lost(index)
+        if lost:
+            self._tell_lost(lost)
+        return made
 
     def seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int) -> int:
         """As :meth:`ArenaIndex.seal`; what became visible is told to ``behind``."""
@@ -119,13 +127,17 @@ class NodeStore:
         """As :meth:`ArenaIndex.lease`; what is not here is fetched from behind first, as far as that is done within ``timeout_s``."""
         if self.back is not None:
             self._promote(packed(ids), owner, timeout_s)
-        with self._index() as index:
-            return index.lease(ids, owner, seconds)
+        with self._lock:
+            return self._open().lease(ids, owner, seconds)
 
     def release(self, lease: int, bad: int) -> None:
         """As :meth:`ArenaIndex.release`."""
-        with self._index() as index:
+        with self._lock:
+            index = self._open()
             index.release(lease, bad)
+            lost = self._take_lost(index)
+        if lost:
+            self._tell_lost(lost)
 
     # -- removing ----------------------------------------------------------------------------------------------------------------
 
@@ -208,15 +220,11 @@ class NodeStore:
     @contextmanager
     def _index(self) -> Iterator[ArenaIndex]:
         with self._lock:
-            if self._closed:
-                raise StoreClosed("the store of this node is closed")
-            index = self.arena.index
+            index = self._open()
             yield index
-            lost, tell = index.lost, self._on_lost
-            if lost:
-                index.lost = []
-        if lost and tell is not None:
-            tell([id for part in lost for id in unpacked(part)])
+            lost = self._take_lost(index)
+        if lost:
+            self._tell_lost(lost)
 
     @contextmanager
     def _removal(self) -> Iterator[None]:
@@ -231,6 +239,24 @@ class NodeStore:
                 self._fence += 1
                 self._removals -= 1
 
+    def _open(self) -> ArenaIndex:
+        """For who has the lock. On the way of every call: a generator more would cost as much as the rest of it."""
+        if self._closed:
+            raise StoreClosed("the store of this node is closed")
+        return self.arena.index
+
+    @staticmethod
+    def _take_lost(index: ArenaIndex) -> Lost:
+        """For who has the lock."""
+        lost = index.lost
+        if lost:
+            index.lost = []
+        return lost
+
+    def _tell_lost(self, lost: Lost) -> None:
+        if lost and self._on_lost is not None:
+            self._on_lost([id for part in lost for id in unpacked(part)])
+
     def _keep(self, digest: bytes, record: dict[str, str]) -> None:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
         if self._record_bytes + size > wire.MAX_RECORDS:
@@ -241,7 +267,8 @@ class NodeStore:
             self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
 
     def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
-        with self._index() as index:
+        with self._lock:
+            index = self._open()
             names, lengths = index.reserved(reservation) if tell and self.behind is not None else ([], [])
             sealed = index.seal(reservation, checksums, owner)
         if names and sealed and self.behind is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.descriptors import EXISTS, GRANTED, PENDING, REFUSED
 from hicache_ray.storage.holdings import SEALED, Holdings, New
 from hicache_ray.storage.slabs import slots_bytes
 from hicache_ray.storage.table import Rows
@@ -34,16 +34,16 @@ def place(held: Holdings, ids: npt.NDArray[np.uint8], lengths: Rows, pending: in
     hashes = held.table.hashes(ids)
     rows = held.table.find(ids, hashes)
     fresh = rows < 0
-    batch = Batch(np.full(len(ids), Outcome.REFUSED, np.uint8), np.zeros(len(ids), np.uint64), rows, held.tick)
+    batch = Batch(np.full(len(ids), REFUSED, np.uint8), np.zeros(len(ids), np.uint64), rows, held.tick)
     if not fresh.all():
         seen = ~fresh & (held.table["state"][rows] == SEALED)
-        batch.outcomes[~fresh] = Outcome.PENDING
-        batch.outcomes[seen] = Outcome.EXISTS
+        batch.outcomes[~fresh] = PENDING
+        batch.outcomes[seen] = EXISTS
         rows[~seen] = -1
         held.use(rows[seen])  # before anything is evicted
     if len(ids) > 1:
         again = fresh & held.table.repeated(ids, hashes)
-        batch.outcomes[again] = Outcome.PENDING
+        batch.outcomes[again] = PENDING
         fresh &= ~again
     todo = fresh.nonzero()[0]
     held.counters.put_refused += len(todo)
@@ -54,7 +54,7 @@ def place(held: Holdings, ids: npt.NDArray[np.uint8], lengths: Rows, pending: in
         offsets = _slots(held, size, len(mine), batch.start)
         mine = mine[: len(offsets)]
         new = New(ids[mine], hashes[mine], lengths[mine], offsets, size, batch.start)
-        batch.outcomes[mine] = Outcome.GRANTED
+        batch.outcomes[mine] = GRANTED
         batch.offsets[mine] = offsets
         rows[mine] = held.start(new)
         held.counters.put_refused -= len(mine)

@@ -20,8 +20,14 @@ class RowStore:
         self._ids = np.zeros((_LEAST, width), np.uint8)
         self._columns: dict[str, npt.NDArray[Any]] = {name: np.zeros(_LEAST, dtype) for name, dtype in (columns or {}).items()}
         self._free = np.zeros(_LEAST, np.int32)  # a stack of rows given back
+        self._make_cells()
         self._free_count = 0
         self._fresh = 0  # rows from here on were never used
+
+    def _make_cells(self) -> None:
+        #: The columns once more, for one value at a time: a memoryview gives and takes plain numbers, ten times as fast as an array.
+        self.cells: dict[str, memoryview] = {name: memoryview(column) for name, column in self._columns.items()}  # type: ignore[arg-type]
+        self._id_cells = memoryview(self._ids.reshape(-1))  # type: ignore[arg-type]
 
     def __getitem__(self, column: str) -> npt.NDArray[Any]:
         """The column, indexed by row. A view: it is stale after the next :meth:`add`."""
@@ -60,6 +66,16 @@ class RowStore:
         self._fresh += fresh
         return rows
 
+    def take_one(self) -> int:
+        """:meth:`take` of one."""
+        if self._free_count:
+            self._free_count -= 1
+            return self._free.item(self._free_count)
+        if self._fresh == len(self._ids):
+            self._grow(self._fresh + 1)
+        self._fresh += 1
+        return self._fresh - 1
+
     def free(self, rows: Rows) -> None:
         """Rows that nobody needs any more may be given out again."""
         end = self._free_count + len(rows)
@@ -72,6 +88,7 @@ class RowStore:
         self._ids = _longer(self._ids, size)
         self._free = _longer(self._free, size)
         self._columns = {name: _longer(column, size) for name, column in self._columns.items()}
+        self._make_cells()
 
 
 def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

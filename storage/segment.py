@@ -75,6 +75,7 @@ class Segment:
         self.generations = memoryview(mapped)[:start].cast("Q")
         self.data: Array = np.frombuffer(mapped, np.uint8, data_bytes, start)
         self.arrow: pa.Buffer = pa.py_buffer(memoryview(mapped).toreadonly()[start:])
+        self.address: int = self.arrow.address
         self._advise = _adviser(self.data)
         self.huge = huge and self._advise(0, data_bytes, _MADV_HUGEPAGE)
         self._stop = threading.Event()

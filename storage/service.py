@@ -194,7 +194,7 @@ class ArenaService:
             reservation, sums = messages.unpack_seal(reader)
             return wire.bitset(node.seal(reservation, sums, handler.number), len(sums))
         if kind == Kind.LEASE:
-            ids, seconds = reader.packed_ids(), messages.seconds(reader)
+            ids, seconds = reader.few_ids(), messages.seconds(reader)
             reader.end()
             return messages.pack_lease(node.lease(ids, handler.number, seconds, min(self.config.back_s, seconds / 2)))
         if kind == Kind.RELEASE:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage.connection import Connection, Deadline, Expired, Overloaded, Pool, Refused
 from hicache_ray.storage.copying import SLICE
-from hicache_ray.storage.movers import KERNELS
+from hicache_ray.storage.loading import KERNELS
 from hicache_ray.storage.segment import Segment
 
 
@@ -54,6 +54,8 @@ class Breaker:
 
     def admit(self) -> bool:
         """May a call go out? True where it is the one that tries; its outcome must be reported. Raises StoreError."""
+        if not self._failures:  # without the lock: whoever fails at this moment may as well have failed a moment later
+            return False
         with self._lock:
             if not self._failures:
                 return False
@@ -67,6 +69,8 @@ class Breaker:
 
     def report(self, well: bool | None, tried: bool) -> None:
         """``well`` None: the call says nothing about the service. ``tried``: what :meth:`admit` returned."""
+        if well is not False and not tried and not self._failures:
+            return
         with self._lock:
             if tried:
                 self._trying = False
@@ -75,6 +79,29 @@ class Breaker:
             elif well is False:
                 self._failures += 1
                 self._until = self._clock() + min(self._first * 2.0 ** (self._failures - 1), self._most)
+
+
+class Asking:
+    """A connection for one call: ``with session.asking(timeout_s) as (connection, deadline)``. Raises StoreError."""
+
+    __slots__ = ("_connection", "_session", "_timeout_s", "_tried")
+
+    def __init__(self, session: Session, timeout_s: float) -> None:
+        self._session, self._timeout_s = session, timeout_s
+
+    def __enter__(self) -> tuple[Connection, Deadline]:
+        self._connection, deadline, self._tried = self._session.begin(self._timeout_s)
+        return self._connection, deadline
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._session.end(self._connection, self._tried, error)
+
+
+def _says(error: BaseException | None) -> bool | None:
+    """Is the service well, to judge by how a call ended? None: that says nothing."""
+    if error is None:
+        return True
+    return False if isinstance(error, StoreError) and not isinstance(error, (Refused, Overloaded, Expired)) else None
 
 
 class Session:
@@ -99,27 +126,28 @@ class Session:
         """Is this the process that opened the session?"""
         return os.getpid() == self._pid
 
-    @contextmanager
-    def asking(self, timeout_s: float) -> Iterator[tuple[Connection, Deadline]]:
-        """A connection for one call. Raises StoreError; the breaker learns how it went."""
+    def asking(self, timeout_s: float) -> Asking:
+        """A connection for one call."""
+        return Asking(self, timeout_s)
+
+    def begin(self, timeout_s: float) -> tuple[Connection, Deadline, bool]:
+        """(connection, deadline, what :meth:`Breaker.admit` said); must be ended. Raises StoreError."""
         if not self.ours:
             raise StoreClosed("this handle of the store was opened before a fork; open another one in the child")
         if self._closed:
             raise StoreClosed("this handle of the store is closed")
         deadline = Deadline.after(self._clock, timeout_s)
         tried = self._breaker.admit()
-        well: bool | None = None
         try:
-            with self._pool.lend(deadline) as connection:
-                yield connection, deadline
-            well = True
-        except (Refused, Overloaded, Expired):
+            return self._pool.take(deadline), deadline, tried
+        except BaseException as error:
+            self._breaker.report(_says(error), tried)
             raise
-        except StoreError:
-            well = False
-            raise
-        finally:
-            self._breaker.report(well, tried)
+
+    def end(self, connection: Connection, tried: bool, error: BaseException | None) -> None:
+        """After :meth:`begin`; the breaker learns how it went."""
+        self._pool.give_back(connection, broken=error is not None)
+        self._breaker.report(_says(error), tried)
 
     def close(self) -> None:
         """Idempotent. Views that are still lent keep their memory."""

@@ -11,16 +11,13 @@ Which objects go when room is short is not decided here: :meth:`SlabMap.coldest`
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import ConfigError, Inconsistent
-
-Numbers = npt.NDArray[np.int64]
+from hicache_ray.storage.runs import Numbers, Run
 
 ALIGN = 64  # bytes: no two objects share a cache line
 CLASSES_PER_OCTAVE = 64
@@ -29,32 +26,14 @@ BLOCK = 4096  # bytes: slabs are multiples of it; there is one generation word p
 SHARES_WORD = BLOCK - ALIGN  # bytes: objects up to this long have slots shorter than a block, of which several share a word
 
 
-@dataclass(eq=False)
-class Run:
-    """Adjacent slabs cut into ``count`` slots of one class. Slots from ``fresh`` on were never given out; ``back`` are free again."""
+class Cells(NamedTuple):
+    """What a map keeps per slab, for one number at a time. ``run``: of any slab; the rest: of a slab that begins a run."""
 
-    start: int
-    slabs: int
-    slot_bytes: int
-    offset: int
-    count: int
-    fresh: int = 0
-    back: array[int] = field(default_factory=lambda: array("i"))
-
-    @property
-    def vacant(self) -> int:
-        return self.count - self.fresh + len(self.back)
-
-    def take(self, count: int) -> Numbers:
-        """Offsets, ascending, of at most ``count`` slots: neighbours can be copied as one."""
-        old = min(count, len(self.back))
-        fresh = min(count - old, self.count - self.fresh)
-        numbers = np.arange(self.fresh, self.fresh + fresh)
-        if old:
-            numbers = np.concatenate([np.sort(np.array(self.back[len(self.back) - old :], np.int64)), numbers])
-            del self.back[len(self.back) - old :]
-        self.fresh += fresh
-        return self.offset + numbers * self.slot_bytes
+    run: memoryview
+    used: memoryview
+    pinned: memoryview
+    ticks: memoryview
+    newest: memoryview
 
 
 class Window(NamedTuple):
@@ -103,7 +82,8 @@ class SlabMap:
         self.runs: dict[int, Run] = {}  # by first slab
         self._run = np.full(self.free_slabs, -1, np.int64)  # per slab: first slab of its run; -1: free
         # Per slab, of the run that starts there.
-        self._used, self._pinned, self._ticks, self._newest = np.zeros((4, self.free_slabs), np.int64)
+        self._used, self._pinned, self._ticks, self._newest = own = np.zeros((4, self.free_slabs), np.int64)
+        self.cells = Cells(*map(memoryview, (self._run, *own)))  # type: ignore[arg-type]
         self._open: dict[int, dict[int, Run]] = {}  # class -> start -> run with a free slot
 
     @property
@@ -132,6 +112,22 @@ class SlabMap:
             count -= got
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
+    def take_one(self, size: int, tick: int) -> int:
+        """:meth:`take` of one slot; -1 where room is short."""
+        runs = self._open.get(size)
+        run = next(iter(runs.values())) if runs else self._carve(size)
+        if run is None:
+            return -1
+        offset = run.take_one()
+        if not run.vacant:
+            self._shut(run)
+        cells, start = self.cells, run.start
+        cells.used[start] += 1
+        cells.pinned[start] += 1
+        cells.ticks[start] += tick
+        cells.newest[start] = max(cells.newest[start], tick)
+        return offset
+
     def give(self, offsets: Numbers, ticks: Numbers) -> None:
         """Slots that are not pinned are free again. ``ticks``: of their last uses."""
         runs = self._runs_of(offsets)
@@ -153,6 +149,16 @@ class SlabMap:
         runs = self._runs_of(offsets)
         np.add.at(self._ticks, runs, now - before)
         self._newest[runs] = now.max(initial=0)  # of the call, not of each run: nobody asks for ticks within a call
+
+    def touch_one(self, offset: int, before: int, now: int) -> None:
+        """:meth:`touch` of one slot."""
+        cells, start = self.cells, self.cells.run[offset // self.slab_bytes]
+        cells.ticks[start] += now - before
+        cells.newest[start] = now
+
+    def pin_one(self, offset: int, change: int) -> None:
+        """:meth:`pin` (+1) or :meth:`unpin` (-1) of one slot."""
+        self.cells.pinned[self.cells.run[offset // self.slab_bytes]] += change
 
     def pin(self, offsets: Numbers) -> None:
         """Slots that nobody had pinned."""
@@ -223,6 +229,8 @@ class SlabMap:
         """First of ``slabs`` adjacent free slabs."""
         if self.free_slabs < slabs:
             return None
+        if slabs == 1:
+            return int(self._run.argmin())  # -1 is the least
         taken = np.concatenate([[0], np.cumsum(self._run >= 0)])
         fits = taken[slabs:] == taken[:-slabs]
         first = int(fits.argmax())

@@ -29,7 +29,7 @@ Marks: TypeAlias = npt.NDArray[np.uint32]
 BUCKET = 8  # slots
 EMPTY, GONE = 0, 1
 _ALL = (1 << 64) - 1
-_FEW = 6  # ids up to which a loop is faster than arrays
+FEW = 6  # ids up to which a loop is faster than arrays
 _STEPS = 3  # buckets looked into as arrays; for what is left a loop is faster
 _FILL, _FILL_AFTER = 1 / 2, 1 / 3  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
 _MIX = 0xC4CEB9FE1A85EC53
@@ -66,9 +66,15 @@ class IdTable(RowStore):
         """(n,): for a caller that passes the same ids to several of these methods."""
         return _mixed(packed(ids, self.width).view(np.uint64) @ self._factors)
 
+    def hash_one(self, id: bytes) -> int:
+        """:meth:`hashes` of one."""
+        value = sum([word * factor for word, factor in zip(self._layout.unpack(id), _FACTORS, strict=False)]) & _ALL
+        value = ((value ^ value >> 32) * _MIX) & _ALL
+        return value ^ value >> 32
+
     def find(self, ids: Ids, hashes: Words | None = None) -> Rows:
         """(n,) int64: the row of each id, -1 where it is absent."""
-        if len(ids) <= _FEW:
+        if len(ids) <= FEW:
             return np.array([self.find_one(bytes(id)) for id in ids], np.int64)
         ids = packed(ids, self.width)
         return self._find(ids.view(np.uint64), self.hashes(ids) if hashes is None else hashes)
@@ -83,9 +89,9 @@ class IdTable(RowStore):
         ids[:, split:] = np.frombuffer(tag, np.uint64)
         return self.find(ids.view(np.uint8))
 
-    def find_one(self, id: bytes) -> int:
-        """The row of one id, -1 where it is absent."""
-        value = self._hash_one(id)
+    def find_one(self, id: bytes, value: int | None = None) -> int:
+        """The row of one id, -1 where it is absent. ``value``: its :meth:`hash_one`."""
+        value = self.hash_one(id) if value is None else value
         mask, bucket, mark, step = len(self._marks) - 1, value, value >> 32 | 2, 0
         while True:
             bucket &= mask
@@ -135,6 +141,15 @@ class IdTable(RowStore):
         self._live += count
         return rows
 
+    def add_one(self, id: bytes, value: int) -> int:
+        """:meth:`add` of one id, whose :meth:`hash_one` is ``value``."""
+        self._make_slots(1)
+        row = self.take_one()
+        self._id_cells[self.width * row : self.width * (row + 1)] = id
+        self._insert_one(row, value)
+        self._live += 1
+        return row
+
     def hide(self, rows: Rows) -> None:
         """Their ids are absent from now on; the rows, and their columns, stay until they are freed."""
         if not len(rows):
@@ -168,17 +183,12 @@ class IdTable(RowStore):
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _hash_one(self, id: bytes) -> int:
-        value = sum([word * factor for word, factor in zip(self._layout.unpack(id), _FACTORS, strict=False)]) & _ALL
-        value = ((value ^ value >> 32) * _MIX) & _ALL
-        return value ^ value >> 32
-
     def _find(self, words: Words, hashes: Words) -> Rows:
         """(n, width / 8) words of ids -> rows."""
         buckets, marks = self._split(hashes)
         out, lost = self._look(words, buckets, marks)
         places, step = np.arange(len(out)), 0
-        while len(lost) > _FEW and step < _STEPS:
+        while len(lost) > FEW and step < _STEPS:
             step += 1
             words, marks, hashes = words[lost], marks[lost], hashes[lost]
             buckets = (buckets[lost] + step) & (len(self._marks) - 1)
@@ -219,12 +229,10 @@ class IdTable(RowStore):
 
     def _insert(self, rows: Rows, hashes: Words) -> None:
         """Write places and marks of rows whose ids are absent. Of two that want the same place one wins, the other looks again."""
-        if len(rows) == 1:
-            return self._insert_one(int(rows[0]), int(hashes[0]))
         buckets, marks = self._split(hashes)
         flat_marks, flat_places = self._marks.reshape(-1), self._places.reshape(-1)
         steps = np.zeros(len(rows), np.int64)
-        while len(rows):
+        while len(rows) > FEW:
             at = buckets * BUCKET + (self._marks.take(buckets, 0) <= GONE).argmax(axis=1)
             before = flat_marks.take(at)
             vacant = before <= GONE
@@ -235,7 +243,9 @@ class IdTable(RowStore):
             on = ~won
             steps += ~vacant
             buckets = np.where(vacant, buckets, buckets + steps)[on] & (len(self._marks) - 1)
-            rows, marks, steps = rows[on], marks[on], steps[on]
+            rows, marks, steps, hashes = rows[on], marks[on], steps[on], hashes[on]
+        for row, value in zip(rows.tolist(), hashes.tolist(), strict=True):
+            self._insert_one(row, value)
 
     def _insert_one(self, row: int, value: int) -> None:
         bucket, step = value & (len(self._marks) - 1), 0

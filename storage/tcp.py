@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache_ray.errors import ConfigError
+from hicache_ray.storage.loading import KERNELS
 
 NONCE_BYTES = MAC_BYTES = 32
 INCARNATION_BYTES = 8
@@ -73,7 +74,7 @@ class TcpConfig:
 class TcpClientConfig:
     """``streams``: sockets that one large get or put is spread over. ``connections``: most sockets of this client. ``lease_bytes``: most
     bytes of one lease, because a client on another node keeps a copy of them. ``backoff_s``, ``backoff_most_s``: how long a failed server
-    is left alone.
+    is left alone. ``kernel``: ``auto | off``, whether large transfers use the compiled loops.
     """
 
     streams: int = 2
@@ -82,8 +83,11 @@ class TcpClientConfig:
     backoff_s: float = 0.5
     backoff_most_s: float = 2.0
     buffer_bytes: int = 4 << 20
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ConfigError(f"kernel is {self.kernel!r}; choose from {', '.join(KERNELS)}")
         if not 1 <= self.streams <= self.connections:
             raise ConfigError(f"streams is {self.streams}; choose 1 to {self.connections} (connections)")
 

@@ -44,7 +44,11 @@ class TcpStore(TcpDirectory):
         self._config, self._clock = config or TcpClientConfig(), clock
         address = TcpAddress.parse(address) if isinstance(address, str) else address
         super().__init__(Links(address, token, self._config, clock, incarnation))
-        self._mover = Mover(self._config.streams, self._config.connections)
+        self._mover = Mover(self._config.streams, self._config.connections, self._config.kernel)
+
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loops of the transfers, which the first large one begins to do anyway; True once they are used."""
+        return self._mover.loops.warm_up(timeout_s)
 
     # -- objects -----------------------------------------------------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class TcpStore(TcpDirectory):
         transfer, wanted = reply.number("Q"), reply.bits(len(ids))
         items = [Item(i, sources[i]) for i in bits.each(wanted) if i < len(ids)]
         try:
-            error = self._mover.run(borrowed, items, fill(transfer, deadline))
+            error = self._mover.run(borrowed, items, fill(transfer, deadline, self._mover.loops))
             if not first.clean:
                 raise error or StoreError("the connection is lost")
             visible = first.call(TcpKind.SEAL, wire.number(transfer, "Q") + wire.number(len(ids)), deadline).bits(len(ids))
@@ -168,7 +172,7 @@ class TcpStore(TcpDirectory):
         first, deadline = borrowed.first, borrowed.deadline
         lease, loans = tcp_frames.unpack_loans(first.call(TcpKind.LEASE, wire.ids(ids), deadline), len(ids))
         items = [Item(i, targets[i], checksum) for i, length, checksum in loans if length == targets[i].nbytes]
-        error = self._mover.run(borrowed, items, fetch(lease, deadline))
+        error = self._mover.run(borrowed, items, fetch(lease, deadline, self._mover.loops))
         if lease and first.clean:
             self._release(first, lease, items, len(ids))
         return sum(1 << item.index for item in items if item.good), error is not None

@@ -57,7 +57,7 @@ def fetch_lease(links: Links, mover: Mover, borrowed: Borrowed, ids: Sequence[by
         first.tell(TcpKind.RELEASE, pack_release(lease, 0, 0), deadline)
         raise StoreError(f"a lease of {size} bytes from another node; at most {most_bytes} are copied at once (lease_bytes)")
     items = [Item(i, np.empty(length, np.uint8), checksum) for i, length, checksum in loans]
-    error = mover.run(borrowed, items, fetch(lease, deadline))
+    error = mover.run(borrowed, items, fetch(lease, deadline, mover.loops))
     if error is not None:
         raise error
     bad = sum(1 << item.index for item in items if item.bad)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.connection import Deadline
+from hicache_ray.storage.loading import Loader
 from hicache_ray.storage.segment import Array
 from hicache_ray.storage.tcp_frames import TcpKind, pack_indices
 from hicache_ray.storage.tcp_links import Borrowed, Link
@@ -34,9 +36,11 @@ Work = Callable[[Link, Sequence[Item]], None]
 class Mover:
     """Threads of ours beside the caller's own, which always works too. Usable by several threads."""
 
-    def __init__(self, streams: int, threads: int) -> None:
+    def __init__(self, streams: int, threads: int, kernel: str) -> None:
         self._streams = streams
         self._pool = ThreadPoolExecutor(max(threads, 1), thread_name_prefix="hicache-tcp-stream")
+        #: The compiled loops, loaded in the background from the first large transfer on.
+        self.loops = Loader("hicache_ray.storage.kernel_tcp", "send", "transfers take the slower way", off=kernel == "off")
 
     def run(self, borrowed: Borrowed, items: Sequence[Item], work: Work) -> StoreError | None:
         """Do ``work`` with a share of the items on each of several links; what went wrong on one of them says so, and its items.
@@ -77,6 +81,7 @@ class Mover:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+        self.loops.close()
 
 
 def split(items: Sequence[Item], count: int) -> list[list[Item]]:
@@ -90,7 +95,12 @@ def split(items: Sequence[Item], count: int) -> list[list[Item]]:
     return shares
 
 
-def fetch(lease: int, deadline: Deadline) -> Work:
+def _loops(loops: Loader, items: Sequence[Item]) -> Any:
+    """For a few bytes no compiler is loaded."""
+    return loops.get() if sum(item.data.nbytes for item in items) >= ALONE else None
+
+
+def fetch(lease: int, deadline: Deadline, loops: Loader) -> Work:
     """Receives into the items; those that fit their checksum are good."""
 
     def work(link: Link, items: Sequence[Item]) -> None:
@@ -101,7 +111,7 @@ def fetch(lease: int, deadline: Deadline) -> Work:
         present = [items[n] for n in bits.each(sent) if n < len(items)]
         sums: list[int | None] = [None] * len(present)
         try:
-            link.stream.receive_objects([item.data for item in present], sums, deadline)
+            link.stream.receive_objects([item.data for item in present], sums, deadline, _loops(loops, present))
             link.clean = True
         finally:
             for item, found in zip(present, sums, strict=True):
@@ -111,7 +121,7 @@ def fetch(lease: int, deadline: Deadline) -> Work:
     return work
 
 
-def fill(transfer: int, deadline: Deadline) -> Work:
+def fill(transfer: int, deadline: Deadline, loops: Loader) -> Work:
     """Sends the items; those that the other side found to fit are good."""
 
     def work(link: Link, items: Sequence[Item]) -> None:
@@ -119,7 +129,7 @@ def fill(transfer: int, deadline: Deadline) -> Work:
             return
         sums: list[int | None] = [None] * len(items)
         link.ask(TcpKind.FILL, pack_indices(transfer, [item.index for item in items]), deadline)
-        link.stream.send_objects([item.data for item in items], sums, deadline)
+        link.stream.send_objects([item.data for item in items], sums, deadline, _loops(loops, items))
         link.stream.send([memoryview(wire.numbers("Q", [found or 0 for found in sums]))], deadline)
         good = link.answer(TcpKind.FILL, deadline).bits(len(items))
         for n in bits.each(good):

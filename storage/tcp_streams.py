@@ -7,12 +7,16 @@ moves a megabyte lets go of the interpreter once. Every timeout is what is left 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import socket
 import struct
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import xxhash
 
 from hicache_ray.errors import StoreClosed, StoreTimeout
@@ -22,8 +26,9 @@ from hicache_ray.storage.segment import Array
 from hicache_ray.storage.tcp_frames import decode_header, encode
 from hicache_ray.storage.wire import HEADER, Frame
 
-CHUNK = 1 << 20  # bytes of one system call; they are hashed while they are in the cache
+CHUNK = 256 << 10  # bytes of one system call; they are hashed while they are in the cache
 _UNHASHED = 4 << 20  # bytes of one system call where nothing is to be hashed
+_LARGE = 32 << 10  # bytes of an object that is worth a system call of its own
 _PARTS = 256  # buffers of one system call; the system's own limit is 1024
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 10, 3
 
@@ -86,24 +91,47 @@ class Stream:
                 self._set_timeout(socket.SO_SNDTIMEO, deadline.left())
                 buffers = _rest(buffers, self._sock.sendmsg(buffers, (), socket.MSG_NOSIGNAL))
 
-    def receive_objects(self, targets: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
+    def receive_objects(
+        self, targets: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline, loops: Any = None
+    ) -> None:
         """Fill ``targets`` one after the other; ``sums[i]``, where given, becomes the xxh3-64 of the ``i``-th once it is whole.
 
-        Raises StoreError.
+        ``loops``: :mod:`~hicache_ray.storage.kernel_tcp`, where that is loaded. Raises StoreError.
         """
+        if loops is not None and sums is not None and _large(targets):
+            return self._loop(loops, loops.receive, socket.SO_RCVTIMEO, _Columns(targets, sums), deadline)
         hashing = None if sums is None else _Hashing(sums)
         for batch in _batches(targets, _UNHASHED if sums is None else CHUNK):
             self.receive([part.data for _, part, _ in batch], deadline)
             if hashing is not None:
                 hashing.add(batch)
 
-    def send_objects(self, sources: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline) -> None:
+    def send_objects(
+        self, sources: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline, loops: Any = None
+    ) -> None:
         """Send ``sources`` one after the other, and hash them on the way where ``sums`` is given. Raises StoreError."""
+        if loops is not None and sums is not None and _large(sources):
+            return self._loop(loops, loops.send, socket.SO_SNDTIMEO, _Columns(sources, sums), deadline)
         hashing = None if sums is None else _Hashing(sums)
         for batch in _batches(sources, _UNHASHED if sums is None else CHUNK):
             if hashing is not None:
                 hashing.add(batch)
             self.send([part.data for _, part, _ in batch], deadline)
+
+    def _loop(self, loops: Any, step: Callable[..., int], option: int, columns: _Columns, deadline: Deadline) -> None:
+        """Step until all is done. A step comes back within two milliseconds, but for one wait of the socket's own timeout."""
+        descriptor = self._sock.fileno()
+        try:
+            while columns.left:
+                with self._translated():
+                    self._set_timeout(option, deadline.left())
+                    result = step(descriptor, *columns.arguments)
+                    if result == loops.END:
+                        raise StoreClosed(f"{self.peer} hung up")
+                    if result not in (0, -errno.EINTR):
+                        raise OSError(-result, os.strerror(-result))
+        finally:
+            columns.tell()
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 
@@ -138,6 +166,30 @@ class Stream:
             raise StoreTimeout(f"{self.peer} did not answer within the deadline") from error
         except OSError as error:
             raise StoreClosed(f"the connection to {self.peer} is lost: {error.strerror or error}") from error
+
+
+def _large(objects: Sequence[Array]) -> bool:
+    """Is a system call for each worth it?"""
+    return bool(objects) and min(data.nbytes for data in objects) >= _LARGE
+
+
+class _Columns:
+    """What a compiled loop works on. ``sums`` are set by :meth:`tell`."""
+
+    def __init__(self, objects: Sequence[Array], sums: MutableSequence[int | None]) -> None:
+        self._sums, self._at = sums, np.zeros(3, np.int64)
+        self._found, self._state = np.zeros(len(objects), np.uint64), np.zeros(16, np.uint64)  # 64 bytes of sums, 64 of scratch
+        addresses = np.array([data.__array_interface__["data"][0] for data in objects], np.int64)
+        sizes, state = np.array([data.nbytes for data in objects], np.int64), self._state.ctypes.data
+        self.arguments = (addresses, sizes, self._found, state, self._at, state + 64)
+
+    @property
+    def left(self) -> bool:
+        return self._at.item(0) < len(self._found)
+
+    def tell(self) -> None:
+        done = self._at.item(0)
+        self._sums[:done] = self._found[:done].tolist()
 
 
 _Part = tuple[int, Array, bool]  # index of the object, some of its bytes, whether these are its last

@@ -5,6 +5,7 @@ A space that nobody described belongs to the tenant "" (number 0).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,6 +61,10 @@ class Tenants:
         kinds, inverse = np.unique(spaces, return_inverse=True)
         return np.array([self._spaces.get(space, 0) for space in kinds.tolist()], np.int64)[inverse]
 
+    def of_one(self, id: bytes) -> int:
+        """:meth:`of` of one."""
+        return self._spaces.get(_word(id), 0) if self._spaces else 0
+
     def count(self, tenants: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], sign: int) -> None:
         """Add (+1) or take away (-1) the bytes of objects."""
         for number, part in grouped(tenants):
@@ -87,4 +92,4 @@ def grouped(numbers: npt.NDArray[np.int64]) -> list[tuple[int, Any]]:
 
 
 def _word(space: bytes) -> int:
-    return int(np.frombuffer(space[:SPACE_BYTES].ljust(SPACE_BYTES, b"\0"), np.uint64)[0])
+    return int.from_bytes(space[:SPACE_BYTES].ljust(SPACE_BYTES, b"\0"), sys.byteorder)

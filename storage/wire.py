@@ -49,6 +49,7 @@ class Kind(enum.IntEnum):
     ERROR = 127
 
 
+_SCALARS = {code: struct.Struct("<" + code) for code in "BHIQd"}
 KINDS = frozenset(int(kind) for kind in Kind)
 
 
@@ -69,10 +70,16 @@ class Splitter:
 
     def __init__(self, flag: int) -> None:
         """``flag``: REPLY where replies are expected, 0 where requests are. Frames come out without it."""
-        self._pending, self._flag = bytearray(), flag
+        self._pending: bytes | bytearray = b""
+        self._flag = flag
 
     def feed(self, data: bytes) -> None:
-        self._pending += data
+        if not self._pending:
+            self._pending = data  # nearly always: one read is one frame
+        elif isinstance(self._pending, bytearray):
+            self._pending += data
+        else:
+            self._pending = bytearray(self._pending) + data
 
     def __bool__(self) -> bool:
         """Is a frame begun?"""
@@ -94,7 +101,7 @@ class Splitter:
         if len(self._pending) < end:
             return None
         body = bytes(self._pending[HEADER.size : end])
-        del self._pending[:end]
+        self._pending = self._pending[end:] if end < len(self._pending) else b""
         return Frame(kind, request, body)
 
 
@@ -113,10 +120,10 @@ class Reader:
 
     def number(self, code: str = "I") -> int:
         """One little-endian integer of struct code ``B H I Q``."""
-        return int(self._unpack(code, 1)[0])
+        return self._one(_SCALARS[code])
 
     def real(self) -> float:
-        return float(self._unpack("d", 1)[0])
+        return self._one(_SCALARS["d"])
 
     def numbers(self, code: str, count: int) -> list[int]:
         return list(self._unpack(code, count))
@@ -138,6 +145,11 @@ class Reader:
         """(count, size) uint8, without a copy."""
         return np.frombuffer(self.take(size * count), np.uint8).reshape(count, size)
 
+    def few_ids(self) -> npt.NDArray[np.uint8] | list[bytes]:
+        """:meth:`packed_ids`, but one alone as bytes: it costs less than the array."""
+        count = self.count()
+        return [self.take(ID_BYTES)] if count == 1 else self.packed(ID_BYTES, count)
+
     def packed_ids(self) -> npt.NDArray[np.uint8]:
         return self.packed(ID_BYTES, self.count())
 
@@ -152,6 +164,17 @@ class Reader:
     def bits(self, count: int) -> int:
         return int.from_bytes(self.take((count + 7) // 8), "little")
 
+    @property
+    def size(self) -> int:
+        """Of the whole body, in bytes."""
+        return len(self._body)
+
+    def only(self, layout: struct.Struct) -> tuple[Any, ...]:
+        """The whole body."""
+        if layout.size != len(self._body):
+            raise WireError(f"a frame has {len(self._body)} bytes where it should have {layout.size}")
+        return layout.unpack(self._body)
+
     def rest(self) -> bytes:
         return self.take(len(self._body) - self._at)
 
@@ -159,17 +182,23 @@ class Reader:
         if self._at != len(self._body):
             raise WireError(f"a frame has {len(self._body) - self._at} bytes too many")
 
+    def _one(self, layout: struct.Struct) -> Any:
+        at, self._at = self._at, self._at + layout.size
+        if self._at > len(self._body):
+            raise WireError(f"a frame ends after {len(self._body)} bytes where {self._at} were announced")
+        return layout.unpack_from(self._body, at)[0]
+
     def _unpack(self, code: str, count: int) -> tuple[Any, ...]:
         layout = f"<{count}{code}"
         return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
 
 def number(value: int, code: str = "I") -> bytes:
-    return struct.pack("<" + code, value)
+    return _SCALARS[code].pack(value)
 
 
 def real(value: float) -> bytes:
-    return struct.pack("<d", value)
+    return _SCALARS["d"].pack(value)
 
 
 def numbers(code: str, values: Sequence[int]) -> bytes:

@@ -23,7 +23,7 @@ from hicache_ray.records import Move, Outcome, Span, slots_array
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Tier
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.store import Store
+from hicache_ray.store import KEY_BYTES, Store
 from tests.on_host import OnHost
 from tests.queues import slow
 
@@ -100,7 +100,7 @@ def test_through_all_tiers_and_back(name: str, backend: str, store: Store, kerne
         rank = Rank(0, CacheSpec("test", PAGE, (component,)), {tier: {"c": pool} for tier, pool in pools.items()}, {"c": tag})
         mover = backends(kernel_on_host)[backend]()
         executor = Executor(rank, mover, store, lambda _: Outcome(), lambda: 0.0)
-        made, keys = numbers(l1, n), (bytes([n]) * 31 + b"a", bytes([n]) * 31 + b"b")
+        made, keys = numbers(l1, n), tuple(bytes([n]) * (KEY_BYTES - 1) + end for end in (b"a", b"b"))
         for field, values in made.items():
             l1.rows(field).numpy()[...] = values
 

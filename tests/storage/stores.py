@@ -34,7 +34,7 @@ from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.checked import TRAILER_BYTES
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
 from hicache_ray.storage.copying import as_array, checksum
-from hicache_ray.storage.movers import Batch
+from hicache_ray.storage.movers import Batch, Piece
 from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -167,16 +167,21 @@ def staged(kind: type[Staged] = Staged) -> Subject:
 def hold_client(store: Any, gate: Gate) -> Iterator[None]:
     """A put of an ArenaClient stops between its reservation and its copies."""
     copier = store._copier
-    run = copier.run
+    run, run_one = copier.run, copier.run_one
 
     def held(batch: Batch, *args: Any) -> Any:
         if batch.of_source:
             gate.stop()
         return run(batch, *args)
 
-    copier.run = held
+    def one_held(piece: Piece, of_source: bool, stop: Callable[[], bool]) -> Any:
+        if of_source:
+            gate.stop()
+        return run_one(piece, of_source, stop)
+
+    copier.run, copier.run_one = held, one_held
     yield
-    del copier.run
+    del copier.run, copier.run_one
 
 
 def arena(capacity_bytes: int, name: str = "conf") -> ArenaConfig:
@@ -413,7 +418,7 @@ STORES: Mapping[str, Callable[[], Subject]] = {
 def slow_gets(store: Any, pause: Callable[[], None]) -> Iterator[None]:
     """The copies of every get of an ArenaClient are followed by ``pause()`` before they are looked at."""
     copier = store._copier
-    run = copier.run
+    run, run_one = copier.run, copier.run_one
 
     def slow(batch: Batch, *args: Any) -> Any:
         sums = run(batch, *args)
@@ -421,6 +426,12 @@ def slow_gets(store: Any, pause: Callable[[], None]) -> Iterator[None]:
             pause()
         return sums
 
-    copier.run = slow
+    def one_slow(piece: Piece, of_source: bool, stop: Callable[[], bool]) -> Any:
+        found = run_one(piece, of_source, stop)
+        if not of_source:
+            pause()
+        return found
+
+    copier.run, copier.run_one = slow, one_slow
     yield
-    del copier.run
+    del copier.run, copier.run_one

@@ -15,7 +15,7 @@ from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientCo
 from hicache_ray.storage.connection import Deadline, Overloaded
 from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import Sums
-from hicache_ray.storage.movers import Batch
+from hicache_ray.storage.movers import Batch, Piece
 from hicache_ray.storage.session import Breaker
 from tests.storage.conftest import PAGES, FakeClock
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, put
@@ -197,9 +197,12 @@ def test_deadline(clock: FakeClock) -> None:
         deadline.left()
 
 
-def test_what_somebody_else_wrote_over_an_object_is_a_miss(client: ArenaClient, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("numbers", [[1], [1, 2]])
+def test_what_somebody_else_wrote_over_an_object_is_a_miss(
+    client: ArenaClient, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checksum is that of the source: a stranger's bytes in our memory, before it was sums, do not pass for ours."""
-    run = Copier.run
+    run, run_one = Copier.run, Copier.run_one
 
     def overwritten(self: Copier, batch: Batch, stop: Callable[[], bool]) -> Sums:
         sums = run(self, batch, stop)
@@ -208,11 +211,18 @@ def test_what_somebody_else_wrote_over_an_object_is_a_miss(client: ArenaClient, 
                 ctypes.memset(address, 0xEE, size)
         return sums
 
+    def one_overwritten(self: Copier, piece: Piece, of_source: bool, stop: Callable[[], bool]) -> int | None:
+        found = run_one(self, piece, of_source, stop)
+        if of_source:
+            ctypes.memset(piece.target, 0xEE, piece.size)
+        return found
+
     monkeypatch.setattr(Copier, "run", overwritten)
-    assert put(client, [1]) == 1
+    monkeypatch.setattr(Copier, "run_one", one_overwritten)
+    assert put(client, numbers) == 2 ** len(numbers) - 1
     monkeypatch.undo()
-    target = bytearray(PAGE)
-    assert client.get([name(1)], [target], TIMEOUT_S) == 0
+    assert get(client, numbers) == set()
+    assert client.stats(TIMEOUT_S).checksum_failures == len(numbers)
 
 
 def test_a_writer_that_outlives_its_reservation_seals_nothing(connect: Connect, service: ArenaService) -> None:

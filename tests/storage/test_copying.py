@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import ArenaService, ClientConfig, copying, kernel, movers
-from hicache_ray.storage.addresses import views_of
+from hicache_ray.storage.addresses import place_of, views_of
 from hicache_ray.storage.copying import Copier, _slices
 from hicache_ray.storage.descriptors import Sums
-from hicache_ray.storage.movers import KERNELS, Batch, KernelMover, Mover, Movers, PlainMover
+from hicache_ray.storage.loading import KERNELS
+from hicache_ray.storage.movers import Batch, KernelMover, Mover, Movers, PlainMover
 from hicache_ray.storage.segment import Array
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, page
@@ -173,12 +174,17 @@ def test_views_are_addresses() -> None:
     views = views_of(buffers)
     assert views.sizes.tolist() == [PAGE, 5, 7, 24, 0]
     assert views.addresses[0] == buffers[0].ctypes.data
+    assert [place_of(buffer)[:2] for buffer in buffers] == list(zip(views.addresses.tolist(), views.sizes.tolist(), strict=True))
     assert views_of([]).addresses.tolist() == []
     for wrong in (np.zeros((3, 4), np.uint8, order="F"), memoryview(np.zeros((3, 4), np.uint8, order="F")), page(1)[::2], 5, None):
         with pytest.raises(StoreError, match="not one contiguous buffer"):
             views_of([buffers[0], wrong])
+        with pytest.raises(StoreError, match="not one contiguous buffer"):
+            place_of(wrong)
     with pytest.raises(StoreError, match="read-only"):
         views_of([bytearray(1), b"a"], writable=True)
+    with pytest.raises(StoreError, match="read-only"):
+        place_of(b"a", writable=True)
 
 
 def test_copies_do_without_the_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +193,7 @@ def test_copies_do_without_the_kernel(monkeypatch: pytest.MonkeyPatch, caplog: p
     with caplog.at_level(logging.WARNING):
         assert source.warm_up(PATIENCE_S) is False
         source.close()
-    assert "its compiled loop cannot be had" in caplog.text
+    assert "cannot be had" in caplog.text
     assert isinstance(source.mover(), PlainMover)
     assert source.warm_up(PATIENCE_S) is False
 
@@ -201,7 +207,7 @@ def test_where_nothing_can_be_kept_it_compiles_anew(monkeypatch: pytest.MonkeyPa
         return compile(*args, **options)
 
     monkeypatch.setattr(kernel, "njit", njit)
-    monkeypatch.setattr(kernel, "move", kernel._compiled())
+    monkeypatch.setattr(kernel, "move", kernel.compiled(kernel._move, kernel.MOVE))
     some, mover, at = Pieces([(5000, 1, 0)]), KernelMover(kernel), np.zeros(2, np.int64)
     checksums = np.zeros(1, np.uint64)
     mover.move(some.batch, checksums, at, 1, 1 << 20)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ray.errors import ConfigError, Inconsistent
-from hicache_ray.storage.slabs import ALIGN, BLOCK, SHARES_WORD, Numbers, SlabMap, Window, default_slab_bytes, slot_bytes, slots_bytes
+from hicache_ray.storage.runs import Numbers
+from hicache_ray.storage.slabs import ALIGN, BLOCK, SHARES_WORD, SlabMap, Window, default_slab_bytes, slot_bytes, slots_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -86,7 +86,7 @@ TestTables.settings = settings(max_examples=40, stateful_step_count=25, derandom
 def test_equal_fingerprints_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ids at the same place with the same mark: slow, and right."""
     monkeypatch.setattr(module, "_mixed", np.zeros_like)
-    monkeypatch.setattr(IdTable, "_hash_one", lambda self, id: 0)
+    monkeypatch.setattr(IdTable, "hash_one", lambda self, id: 0)
     table = IdTable()
     rows = table.add([name(n) for n in range(40)])
     assert table.find([name(n) for n in range(50)]).tolist() == [*rows.tolist(), *[-1] * 10]

@@ -27,6 +27,7 @@ from tests.storage.proxies import HARMS, Harm, proxied
 BIG = 1 << 20
 COUNT = 8  # of BIG objects: enough to be spread over two streams
 TOKEN = "secret"
+PATIENCE_S = 120.0  # for a compiler on a busy machine
 CONFIG = TcpConfig(TOKEN, io_timeout_s=2.0)
 NO_BACKOFF = TcpClientConfig(backoff_s=0.0, backoff_most_s=0.0)
 Connect = Callable[..., TcpStore]
@@ -53,6 +54,7 @@ def dial(nothing_left: None) -> Iterator[Connect]:
 
     def open_one(address: TcpAddress, config: TcpClientConfig = NO_BACKOFF, **options: object) -> TcpStore:
         opened.append(TcpStore(address, TOKEN, config, **options))  # type: ignore[arg-type]
+        assert opened[-1].warm_up(PATIENCE_S)  # what goes without the compiled loops: test_tcp_loops
         return opened[-1]
 
     yield open_one

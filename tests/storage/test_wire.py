@@ -121,7 +121,7 @@ def test_reserve(names: list[bytes], data: st.DataObject, seconds: float) -> Non
     lengths = data.draw(st.lists(U64, min_size=len(names), max_size=len(names)))
     for form in (names, packed(names)):
         found, sizes, time = messages.unpack_reserve(Reader(messages.pack_reserve(form, lengths, seconds)))
-        assert (unpacked(found), sizes.tolist(), time) == (names, lengths, seconds)
+        assert (unpacked(packed(found)), sizes.tolist(), time) == (names, lengths, seconds)
 
 
 @given(U64, SECONDS, st.lists(st.builds(Grant, st.sampled_from(Outcome), U64), max_size=9))

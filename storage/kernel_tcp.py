@@ -1,0 +1,136 @@
+"""The inner loops of the tcp plane, compiled with numba: a slice is received and hashed while it is in the cache, or hashed and sent.
+
+They call the C library's ``recv`` and ``send`` themselves and hold no GIL: a megabyte costs four system calls and nothing else. Whoever
+calls them has set the socket's own timeouts; they come back after ``_LIMIT_NS``, so that those are set anew. As of
+:mod:`~hicache_ray.storage.kernel`, it takes addresses and compiles on import; :mod:`~hicache_ray.storage.tcp_streams` answers for them.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped, unused-ignore]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from hicache_ray.storage.kernel import NUMBERS, WORDS, compiled
+from hicache_ray.storage.kernel_xxh3 import BLOCK, SHORT, STRIPE, add_stripes, digest, last, scramble, start
+
+if sys.platform != "linux":
+    raise ImportError("the loops know the C library of Linux only")
+__all__ = ["END", "SHORT", "receive", "send"]
+#: What a loop returns: 0, END where the peer has hung up, or the negative number of the system's error.
+END = 1
+SLICE = 256 << 10  # bytes of one system call: twice that fits into a core's own cache; measured, less takes more calls and more waking
+_LIMIT_NS = 2_000_000
+_WAIT_ALL, _NO_SIGNAL = int(socket.MSG_WAITALL), int(socket.MSG_NOSIGNAL)
+_MONOTONIC = int(time.CLOCK_MONOTONIC)
+_INT = types.int64
+_intrinsic: Any = intrinsic
+_WORD, _NUMBER, _POINTER = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
+
+
+def _transfer_intrinsic(name: str) -> Any:
+    """``recv`` or ``send(descriptor, address, size, flags)``: bytes done, or the negative number of the error."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        descriptor, address, size, flags = args
+        kind = ir.FunctionType(_WORD, [_NUMBER, _POINTER, _WORD, _NUMBER])
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        values = [builder.trunc(descriptor, _NUMBER), builder.inttoptr(address, _POINTER), size, builder.trunc(flags, _NUMBER)]
+        done = builder.call(function, values)
+        errno_at = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_NUMBER.as_pointer(), []), "__errno_location")
+        error = builder.neg(builder.sext(builder.load(builder.call(errno_at, [])), _WORD))
+        return builder.select(builder.icmp_signed("<", done, ir.Constant(_WORD, 0)), error, done)
+
+    def typed(typingctx: Any, descriptor: Any, address: Any, size: Any, flags: Any) -> Any:
+        return _INT(_INT, _INT, _INT, _INT), codegen
+
+    return _intrinsic(typed)
+
+
+_recv, _send = _transfer_intrinsic("recv"), _transfer_intrinsic("send")
+
+
+@_intrinsic
+def _now(typingctx: Any) -> Any:
+    """Nanoseconds of the monotonic clock."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
+        kind = ir.FunctionType(_NUMBER, [_NUMBER, _POINTER])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [ir.Constant(_NUMBER, _MONOTONIC), builder.bitcast(room, _POINTER)])
+        seconds, nanos = (builder.load(cgutils.gep_inbounds(builder, room, 0, i)) for i in (0, 1))
+        return builder.add(builder.mul(seconds, ir.Constant(_WORD, 1_000_000_000)), nanos)
+
+    return _INT(), codegen
+
+
+def _receive(descriptor: int, to: Any, sizes: Any, checksums: Any, sums: int, at: Any, scratch: int) -> int:
+    """Fill on from ``at`` = [piece, byte of it], for a while; ``at`` says how far it came.
+
+    ``to, sizes``: int64 per piece, addresses and bytes, more than ``SHORT``. ``checksums``: uint64 per piece, written as one is complete.
+    ``sums``, ``scratch``: addresses of 64 bytes each; the former are kept between the calls.
+    """
+    piece, done, result, began = at[0], at[1], 0, _now()
+    while piece < len(sizes) and _now() - began < _LIMIT_NS:
+        target, size = to[piece], sizes[piece]
+        whole = (size - 1) // BLOCK * BLOCK
+        if done == 0:
+            start(sums)
+        got = _recv(descriptor, target + done, min(SLICE, size - done), _WAIT_ALL)
+        if got <= 0:
+            result = got if got < 0 else END
+            break
+        hashed = min(done // BLOCK * BLOCK, whole)
+        done += got
+        for k in range(hashed, min(done // BLOCK * BLOCK, whole), BLOCK):
+            add_stripes(0, target + k, sums, BLOCK // STRIPE)
+            scramble(sums)
+        if done == size:
+            add_stripes(0, target + whole, sums, (size - 1 - whole) // STRIPE)
+            last(scratch, target + size - STRIPE, sums)
+            checksums[piece] = digest(sums, size)
+            piece += 1
+            done = 0
+    at[0], at[1] = piece, done
+    return result
+
+
+def _send_pieces(descriptor: int, of: Any, sizes: Any, checksums: Any, sums: int, at: Any, scratch: int) -> int:
+    """Send on from ``at`` = [piece, byte of it, bytes of it that are hashed]; else as :func:`_receive`."""
+    piece, done, hashed, result, began = at[0], at[1], at[2], 0, _now()
+    while piece < len(sizes) and _now() - began < _LIMIT_NS:
+        source, size = of[piece], sizes[piece]
+        whole = (size - 1) // BLOCK * BLOCK
+        if done == 0 and hashed == 0:
+            start(sums)
+        want = min(SLICE, size - done)
+        stop = whole if done + want == size else min((done + want) // BLOCK * BLOCK, whole)
+        for k in range(hashed, stop, BLOCK):
+            add_stripes(0, source + k, sums, BLOCK // STRIPE)
+            scramble(sums)
+        hashed = max(hashed, stop)
+        sent = _send(descriptor, source + done, want, _NO_SIGNAL)
+        if sent < 0:
+            result = sent
+            break
+        done += sent
+        if done == size:
+            add_stripes(0, source + whole, sums, (size - 1 - whole) // STRIPE)
+            last(scratch, source + size - STRIPE, sums)
+            checksums[piece] = digest(sums, size)
+            piece += 1
+            done = hashed = 0
+    at[0], at[1], at[2] = piece, done, hashed
+    return result
+
+
+_SIGNATURE = _INT(_INT, NUMBERS, NUMBERS, WORDS, _INT, NUMBERS, _INT)
+receive = compiled(_receive, _SIGNATURE)
+send = compiled(_send_pieces, _SIGNATURE)
