@@ -106,7 +106,7 @@ class CoordinatorShell:
     async def generate(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         """Events of a request as plain data: ``{"tokens", "logprobs"}`` as they come, then ``{"report"}``. Raises what ended it."""
         tokens, namespace = np.asarray(prompt.tokens, dtype=np.int32), self._namespace(prompt.tenant)
-        request = Request(prompt.rid, tokens, namespace, prompt.new_tokens, digests=prompt.digests, spans=prompt.spans)
+        request = Request(prompt.rid, tokens, namespace, prompt.new_tokens, prompt.limit, prompt.digests, prompt.spans)
         async for event in self._running().serve(request):
             if isinstance(event, Sampled):
                 yield {"tokens": event.tokens, "logprobs": event.logprobs}
@@ -116,8 +116,8 @@ class CoordinatorShell:
     async def cancel(self, rid: str) -> None:
         self._running().cancel(rid)
 
-    async def flush(self, tiers: Sequence[str], timeout_s: float | None = None) -> None:
-        await self._running().flush([Tier(t) for t in tiers], timeout_s)
+    async def flush(self, tiers: Sequence[str], timeout_s: float | None = None, preserve: bool = False) -> None:
+        await self._running().flush([Tier(t) for t in tiers], timeout_s, preserve)
 
     async def forget_storage(self) -> None:
         """Somebody else has emptied L3: nothing counts as sealed any more."""
@@ -255,6 +255,9 @@ class CoordinatorShell:
             "tiers": tiers,
             "calls": dict(driver.calls),
             "leases": len(res.leases.open()),
+            "fetches": {**asdict(driver.cache.restore.fetches.counters), "tokens": driver.cache.restore.fetches.tokens},
+            "waits": driver.cache.descent.waits,
+            "persisting": driver.cache.descent.persisting,
             "lost": driver.lost,
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),

@@ -88,12 +88,12 @@ class Driver:
             self.group.cancel(rid)
         self._pump()
 
-    async def flush(self, tiers: Sequence[Tier], timeout_s: float | None) -> None:
-        """Complete when it returns. Raises :class:`~hicache_ray.errors.Busy`."""
+    async def flush(self, tiers: Sequence[Tier], timeout_s: float | None, preserve: bool = False) -> None:
+        """Complete when it returns; ``preserve``: what only L1 and L2 have is written to L3 first. Raises :class:`~hicache_ray.errors.Busy`."""
         self._alive()
         queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
         with self._losing():
-            name = self.group.flush(tiers, timeout_s)
+            name = self.group.flush(tiers, timeout_s, preserve)
         self._queues[name] = queue
         try:
             self._pump()

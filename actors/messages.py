@@ -25,7 +25,7 @@ class GroupSetup:
 @dataclass(frozen=True)
 class Prompt:
     """A request as the replica passes it on. ``tenant``: whose it is, from trusted code; None: the deployment's own namespace.
-    ``spans``: what is embedded in the tokens."""
+    ``spans``: what is embedded in the tokens. ``limit``: most tokens of it that may come from the cache."""
 
     rid: str
     tokens: Sequence[int]
@@ -33,6 +33,7 @@ class Prompt:
     digests: bool = False
     tenant: str | None = None
     spans: tuple[Embedded, ...] = ()
+    limit: int | None = None
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,15 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Generate(BaseModel):
-    """Body of ``POST /generate``. Decoding is greedy. ``stream``: server-sent events, the tokens as they come, then the rest."""
+    """Body of ``POST /generate``. Decoding is greedy. ``stream``: server-sent events, the tokens as they come, then the rest.
+    ``logprob_start``: tokens from this one on are computed, also where they are cached."""
 
     model_config = ConfigDict(extra="forbid")
 
     input_ids: list[Token] = Field(min_length=1)
     max_new_tokens: int = Field(16, ge=1)
     return_logprob: bool = False
+    logprob_start: int | None = Field(None, ge=0)
     request_id: str | None = Field(None, min_length=1, max_length=128)
     stream: bool = False
     digests: bool = False
@@ -131,7 +133,7 @@ class HiCacheDeployment:
             raise DuplicateId(f'a request with the id "{rid}" is under way; choose another request_id')
         self._running.add(rid)
         try:
-            prompt = Prompt(rid, body.input_ids, body.max_new_tokens, body.digests, tenant, tuple(spans))
+            prompt = Prompt(rid, body.input_ids, body.max_new_tokens, body.digests, tenant, tuple(spans), body.logprob_start)
             async with aclosing(self.group.events(prompt)) as events:
                 async for part in self._parts(rid, body, events):
                     yield part

@@ -17,7 +17,7 @@ from hicache_ray.config_sizes import format_size
 from hicache_ray.errors import ConfigError
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
-from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.settings import PrefetchPolicy, Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig, ShardConfig
 from hicache_ray.storage.disk_config import DiskConfig
@@ -47,8 +47,14 @@ def settings_of(config: Config) -> Settings:
         grid=c.grid,
         exact=c.exact,
         write_policy=WritePolicy(c.write_policy),
+        selective_threshold=c.selective_threshold,
+        device_reserve=c.device_reserve,
+        backup_bytes=config.storage.backup_in_flight,
+        state_snapshots=StateSnapshots(c.state_snapshots),
         track_interval=c.track_interval,
         storage=config.storage.backend != "none",
+        prefetch_policy=PrefetchPolicy(c.prefetch_policy),
+        prefetch_tokens_in_flight=c.prefetch_tokens_in_flight,
         prefetch_threshold=c.prefetch_threshold,
         lookup_deadline_s=c.lookup_deadline_s,
         prefetch_base_s=c.prefetch_timeout_base_s,

@@ -36,6 +36,7 @@ def ask(store: Store, tags: Mapping[str, tuple[bytes, ...]], record: Lookup | Cl
             return Outcome(count=store.clear(record.timeout_s, record.prefix))
         wanted = list(dict.fromkeys(t for c in record.components for t in tags[c]))
         answers = store.lookup(record.keys, wanted, record.timeout_s)
-        return Outcome(found={c: tuple(answers[t].hit for t in tags[c]) for c in record.components})
+        found = {c: tuple(answers[t].hit for t in tags[c]) for c in record.components}
+        return Outcome(found=found, retry=any(answer.retry for answer in answers.values()))
     except StoreError as error:
         return Outcome(error=str(error))

@@ -13,16 +13,20 @@ from hicache_ray.resume import Match, Part, Path
 from hicache_ray.spec import Kind, Tier
 
 
-def wanted(res: Residency, match: Match) -> tuple[Part, ...]:
+def wanted(res: Residency, match: Match, uses: int = 0) -> tuple[Part, ...]:
     """Device pages of a path that the host should have, as many as it has room for.
 
     First, for the longest resume that the host can be given, exactly the pages that make it legal from the host alone; then, in what room
-    is left, the path's other windows and snapshots, the latest first. ``match.keys`` is the path.
+    is left, the path's other windows and snapshots, the latest first. ``match.keys`` is the path. ``uses``: of which a page must have had
+    as many.
     """
     missing = {}
     for c in res.spec.components:
         bits = match.present[Tier.DEVICE][c.name] & ~match.present[Tier.HOST][c.name]
         missing[c.name] = from_bits(bits, len(match.keys))
+        if uses:
+            entries = res.index.find(match.path.names(c.name))
+            missing[c.name][: len(entries)] &= res.index.uses((Tier.HOST, c.name), entries) >= uses
     rooms = {c.name: room(res, c.name, res.index.find(match.path.names(c.name))) for c in res.spec.components}
     chosen = {name: np.zeros(len(match.keys), dtype=bool) for name in missing}
     for k in lengths.members(match.lengths(Tier.DEVICE, Tier.HOST)):
@@ -51,14 +55,14 @@ def _closure(missing: npt.NDArray[np.bool_], pages: range) -> npt.NDArray[np.boo
     return out & missing
 
 
-def stranded(res: Residency, path: Path) -> tuple[Part, ...]:
-    """Device pages of a path that neither the host has nor L3 is known to have."""
+def stranded(res: Residency, path: Path, uses: int = 0) -> tuple[Part, ...]:
+    """Device pages of a path that neither the host has nor L3 is known to have; ``uses``: with as many uses at least."""
     flags = {}
     for c in res.spec.components:
         entries = res.index.find(path.names(c.name))
         alone = (res.index.slots((Tier.DEVICE, c.name), entries) != ABSENT) & (res.index.slots((Tier.HOST, c.name), entries) == ABSENT)
         alone[alone] = ~res.index.durable((Tier.HOST, c.name), entries[alone])
-        flags[c.name] = alone
+        flags[c.name] = alone & (res.index.uses((Tier.HOST, c.name), entries) >= uses)
     return _parts(Tier.DEVICE, flags)
 
 

@@ -90,6 +90,7 @@ class Cache:
         try:
             yield from self.restore.fetch(job)
             yield Wait.ENGINE
+            self.restore.turn(job)
             resumed = yield from self.restore.load(job)
             yield from self._compute(job, resumed)
             digests = yield from self._digests(job)
@@ -97,7 +98,7 @@ class Cache:
         finally:
             self._release(job)
         self.events.append(Ended(job.request.rid, report))
-        self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.path))
+        self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.path, len(job.request.tokens)))
 
     def prefetch(self, job: Job) -> Story:
         """Bring a prompt's pages near before its request runs; hold them until the caller goes on with the load, or gives up."""
@@ -105,6 +106,7 @@ class Cache:
             yield from self.restore.fetch(job)
             yield Wait.HOLD
             yield Wait.ENGINE
+            self.restore.turn(job)
             resumed = yield from self.restore.load(job)
             job.promised = resumed.length * self.spec.page_size
         finally:
@@ -116,9 +118,11 @@ class Cache:
         """Make room in a tier, as a request would."""
         yield from self.descent.room(tier, need)
 
-    def flush(self, tiers: Sequence[Tier]) -> Story:
-        """Empty tiers, once nothing is in flight. Complete when it ends."""
+    def flush(self, tiers: Sequence[Tier], preserve: bool = False) -> Story:
+        """Empty tiers, once nothing is in flight. Complete when it ends. ``preserve``: what L1 and L2 alone have goes to L3 first."""
         yield Wait.QUIET
+        if preserve:
+            yield from self.descent.write_all()
         for tier in LOCAL:
             if tier in tiers:
                 self.res.clear(tier)
@@ -151,7 +155,7 @@ class Cache:
         """Prefill and decode; then publish what was made."""
         request, page = job.request, self.spec.page_size
         job.phase = Phase.RUNNING
-        shape = compute.Shape.of(resumed, page, len(request.tokens), request.new_tokens)
+        shape = compute.Shape.of(resumed, page, len(request.tokens), request.new_tokens, job.fork)
         path = self.match(job).only(Tier.DEVICE).path
         run = compute.begin(self.res, self.settings, request.rid, path, shape)
         job.leases.extend(run.own.values())
@@ -195,6 +199,7 @@ class Cache:
             component = self.spec[made.component]
             used = lengths.needed(component, run.shape.begin(component) // self.spec.page_size, self.spec.page_size)
             insert.touch_path(self.res, made.component, [*path.names(made.component, used), *names])
+        insert.follow(self.res, job.path.keys, job.fork // self.spec.page_size)
 
     # -- small things -----------------------------------------------------------------------------------------------------------
 
@@ -208,6 +213,7 @@ class Cache:
 
     def _release(self, job: Job) -> None:
         """Give back everything a request holds. Runs exactly once, however its story ends."""
+        self.restore.fetches.leave(job)
         self.res.leases.release_all(job.leases)
         job.leases.clear()
         if self.engine_owner == job.request.rid:

@@ -25,19 +25,21 @@ from hicache_ray.spec import CacheSpec, Component, Tier
 class Shape:
     """A request's lengths: resume at ``start``, ``prompt`` tokens given, ``end`` tokens in the cache when it is done.
 
-    ``drafts``: where draft components resume, which may be earlier; they have to catch up by themselves.
+    ``drafts``: where draft components resume, which may be earlier; they have to catch up by themselves. ``fork``: where it leaves a cached
+    path, a snapshot is made at this length as well (0: nowhere).
     """
 
     start: int
     prompt: int
     end: int
     drafts: Mapping[str, int] = field(default_factory=dict)
+    fork: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, page_size: int, prompt: int, new_tokens: int) -> Shape:
+    def of(cls, plan: Plan, page_size: int, prompt: int, new_tokens: int, fork: int = 0) -> Shape:
         """For a request that resumes by a plan."""
         drafts = {name: pages * page_size for name, pages in plan.drafts.items()}
-        return cls(plan.length * page_size, prompt, prompt + max(new_tokens, 1) - 1, drafts)
+        return cls(plan.length * page_size, prompt, prompt + max(new_tokens, 1) - 1, drafts, fork)
 
     @classmethod
     def cold(cls, prompt: int, new_tokens: int) -> Shape:
@@ -61,7 +63,16 @@ def snapshot_lengths(component: Component, settings: Settings, shape: Shape, spe
         step = component.reach or settings.track_interval
         out += range((max(shape.prompt, shape.start) // step + 1) * step, shape.end + 1, step)
     whole = spec.step(None)
-    return tuple(n for n in out if n % whole == 0)
+    kept = lengths.kept_snapshots([n for n in out if n % whole == 0], shape.prompt, settings.state_snapshots)
+    return tuple(sorted(kept | {n for n in (shape.fork,) if shape.start < n <= shape.prompt}))
+
+
+def fork_at(spec: CacheSpec, settings: Settings, length: int) -> int:
+    """Where to keep a state for a path that leaves another one at ``length``: the last end of a chunk before, where no wide page is cut."""
+    if not any(c.is_state for c in spec.components):
+        return 0
+    step = math.lcm(chunk(spec, settings), spec.step(None))
+    return length // step * step
 
 
 def chunk(spec: CacheSpec, settings: Settings) -> int:

@@ -30,13 +30,7 @@ _STORE_NAME = 31
 _BYTES: dict[str, Any] = {"unit": "bytes"}
 
 #: Legal values that this version cannot do yet: setting -> values. One table; delete an entry when its feature lands.
-NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "cache.write_policy": ("write_through_selective",),
-        "cache.state_snapshots": ("log", "last"),
-        "cache.prefetch_policy": ("best_effort", "wait_complete"),
-    }
-)
+NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class Section(BaseModel):
@@ -77,7 +71,10 @@ class CacheConfig(Section):
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         "write_through", description="when the device's pages go to the host: as soon as they are complete, or when they are evicted"
     )
-    selective_threshold: Count = Field(2, description="hits after which write_through_selective backs a page up")
+    selective_threshold: Count = Field(2, description="the use at which write_through_selective backs a page up")
+    device_reserve: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25, description="share of the device pools that can be had without waiting for a copy; for write policies that back up late"
+    )
     layout: Layout = Field("page_first_direct", description="order of axes of the host pools")
     device_layout: Layout = Field("layer_first", description="order of axes of the device pools")
     io_backend: Literal["auto", "direct", "kernel"] = Field("auto", description="how bytes move between device and host")
@@ -89,9 +86,10 @@ class CacheConfig(Section):
     )
     state_snapshots: Literal["all", "log", "last"] = Field("all", description="which state snapshots of a path are kept")
     prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
-        "timeout", description="what ends a request's wait for pages from storage: all are there, or the deadline"
+        "timeout", description="what ends a request's wait for pages from storage: its turn, all are there, or the deadline"
     )
     prefetch_threshold: Annotated[int, Field(ge=0)] = Field(256, description="tokens; fewer than this are not fetched from storage")
+    prefetch_tokens_in_flight: Count = Field(1 << 20, description="most tokens on their way from storage at once; more are not asked for")
     lookup_deadline_s: Seconds = Field(2.0, description="longest wait for storage to say which pages it has")
     load_deadline_s: Seconds = Field(10.0, description="longest time for a copy between host and device; 10 s later its rank is lost")
     prefetch_timeout_base_s: Seconds = Field(2.0, description="deadline of a prefetch: this, plus prefetch_timeout_per_1k_tokens_s")
@@ -130,6 +128,9 @@ class StorageConfig(Section):
     directory: str | None = Field(None, description="folder of the arena's files; null: shared memory")
     lease_s: Seconds = Field(30.0, description="how long a reader may hold an object before its bytes may be reused")
     batch: Count = Field(128, description="most objects of one call to the store; a longer transfer makes several")
+    backup_in_flight: Size = Field(
+        1024**3, description="bytes of one rank on their way to storage at once; more are left for the next use", json_schema_extra=_BYTES
+    )
     name: Name = Field("hicache-storage", description="name of the store; clusters on one machine need different ones")
     huge_pages: Literal["auto", "off"] = Field("auto", description="whether the arena asks the system for huge pages")
     pending: Size | None = Field(

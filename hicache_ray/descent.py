@@ -5,45 +5,119 @@ These are parts of stories (see :mod:`hicache_ray.story`): they yield records li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 
-from hicache_ray import backup, evict, lengths, transfer
+from hicache_ray import backup, evict, insert, lengths, transfer
 from hicache_ray.index import ABSENT
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
+from hicache_ray.persist import Persist
 from hicache_ray.policy import Entries
-from hicache_ray.records import Merged, Move
+from hicache_ray.records import Move
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path
-from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.settings import Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import Tier
 from hicache_ray.story import Story, Wait
 
+#: Pages of one component that go down in the background at once: requests' own copies come between.
+WRITE_DOWN_PAGES = 64
 
-class Descent:
-    """Over one :class:`Residency`. ``next_id`` numbers records; ``spawn`` takes a story that nobody waits for."""
+
+class Descent(Persist):
+    """Over one :class:`Residency`. ``next_id`` numbers records; ``spawn`` takes a story that nobody waits for.
+
+    ``waits``: how often somebody who needed room on the device had to wait for copies to the host.
+    """
 
     def __init__(self, res: Residency, settings: Settings, next_id: Callable[[], int], spawn: Callable[[str, Story], None]) -> None:
-        self.res = res
-        self.spec = res.spec
-        self.settings = settings
-        self._next_id = next_id
+        super().__init__(res, settings, next_id)
         self.spawn = spawn
+        self.waits = 0
+        self._writing_down = False
 
-    def backup(self, path: Path) -> Story:
-        """Under write-through: what the path has in L1 goes to L2. Under every policy: what L2 has of it goes to L3."""
-        if self.settings.write_policy is WritePolicy.WRITE_THROUGH:
+    def backup(self, path: Path, prompt: int) -> Story:
+        """Under write-through: what the path has in L1 goes to L2; under the selective one, what of it has been used often enough. Under
+        every policy: what L2 has of it goes to L3. ``prompt``: tokens of the prompt that the path began as."""
+        if self.settings.state_snapshots is not StateSnapshots.ALL:
+            insert.thin(self.res, path.keys, prompt, self.settings.state_snapshots)
+        if self.settings.write_policy is not WritePolicy.WRITE_BACK:
             yield from self._pass_through(self._all(path).path)
             everything = self._all(path)
             path = everything.path
             own = {c.name: self._cached((Tier.HOST, c.name), path) for c in self.spec.components}
-            yield from self._copy_down(backup.wanted(self.res, everything), path, own)
+            yield from self._copy_down(backup.wanted(self.res, everything, self._uses), path, own)
             # What has just arrived is the deep end of a path whose beginning was here before: together they keep their order.
             for c in self.spec.components:
                 self.res.touch((Tier.HOST, c.name), self._cached((Tier.HOST, c.name), path))
         yield from self.persist(self._all(path).path)
+        if self.settings.write_policy is not WritePolicy.WRITE_THROUGH:
+            yield from self._write_down()
+
+    @property
+    def _uses(self) -> int:
+        """How often a page must have been used to be backed up before it leaves the device."""
+        return self.settings.selective_threshold if self.settings.write_policy is WritePolicy.SELECTIVE else 0
+
+    def _write_down(self) -> Story:
+        """A share of the device is kept free, or in the hands of pages that the host has as well: so that who needs room need not wait for
+        a copy. Those that would go next are copied, few at a time, as far as the host has room that costs nobody anything."""
+        if self._writing_down or not self.settings.device_reserve:
+            return
+        self._writing_down = True
+        tried: set[tuple[str, bytes]] = set()
+        try:
+            while some := self._dirty(tried):
+                yield from self._rescue(some, tried)
+                tried |= {(c, self.res.index.key(e)) for c, entries in some.items() for e in self._known(c, entries)}
+        finally:
+            self._writing_down = False
+
+    def _dirty(self, tried: Set[tuple[str, bytes]]) -> Mapping[str, Entries]:
+        """The next pages of the reserve that only the device has, as many as the host can take for nothing."""
+        out = {}
+        for c in self.spec.components:
+            place = (Tier.DEVICE, c.name)
+            reserve = min(int(self.res.capacity[place] * self.settings.device_reserve), self.res.room(place))
+            victims = evict.choose(self.res, Tier.DEVICE, {c.name: reserve}) or {}
+            some = evict.only_here(self.res, victims, tried).get(c.name)
+            if some is not None:
+                some = some[: self._spare(c.name, min(len(some), WRITE_DOWN_PAGES))]
+                if len(some):
+                    out[c.name] = some
+        return out
+
+    def _spare(self, component: str, count: int) -> int:
+        """Up to ``count`` slots of the host that can be had without losing what is nowhere else."""
+        place = (Tier.HOST, component)
+        free = self.res.pools[place].free
+        victims = (evict.choose(self.res, Tier.HOST, {component: count}) or {}).get(component) if count > free else None
+        if victims is None:
+            return min(count, free)
+        safe = self.res.index.durable(place, victims) | (self.res.index.slots((Tier.DEVICE, component), victims) != ABSENT)
+        return free + (int(np.argmin(safe)) if not np.all(safe) else len(victims))
+
+    def _known(self, component: str, entries: Entries) -> list[int]:
+        return entries[self.res.index.slots((Tier.DEVICE, component), entries) != ABSENT].tolist()
+
+    def write_all(self) -> Story:
+        """What L1 and L2 alone have goes to L3, as far as that takes it. Nothing else is under way."""
+        tried: set[tuple[str, bytes]] = set()
+        while self.res.storage:
+            alone: dict[str, Entries] = {}
+            for c in self.spec.components:
+                entries = self.res.index.in_place((Tier.DEVICE, c.name))
+                entries = entries[~self.res.index.durable((Tier.HOST, c.name), entries)]
+                alone |= evict.only_here(self.res, {c.name: entries}, tried)
+            if not alone:
+                break
+            yield from self._rescue(alone, tried)
+        for c in self.spec.components:
+            here = self.res.index.in_place((Tier.HOST, c.name))
+            names = tuple(self.res.index.key(e) for e in here.tolist())
+            yield from self.persist(Path(names), (c.name,), must=True)
 
     def _all(self, path: Path) -> Match:
         """What of a path is where. Every length inside it is of interest here, not only those below the cap of one request."""
@@ -54,7 +128,7 @@ class Descent:
 
         What the host then keeps is chosen as if the path had come anew.
         """
-        left = backup.stranded(self.res, path)
+        left = backup.stranded(self.res, path, self._uses)
         own = self._own(path)
         if all(len(p.pages) <= backup.room(self.res, p.component, own[p.component]) for p in left):
             return
@@ -62,8 +136,8 @@ class Descent:
             own = self._own(path)
             some = [Part(p.component, p.tier, p.pages[: backup.room(self.res, p.component, own[p.component])]) for p in left]
             yield from self._copy_down(some, path, own)
-            yield from self.persist(path)
-            before, left = left, backup.stranded(self.res, path)
+            yield from self.persist(path, must=True)
+            before, left = left, backup.stranded(self.res, path, self._uses)
             if sum(len(p.pages) for p in left) >= sum(len(p.pages) for p in before):
                 break
         for part in left:
@@ -89,6 +163,7 @@ class Descent:
             if not alone:
                 evict.drop(self.res, tier, victims)
                 return
+            self.waits += tier is Tier.DEVICE
             # Others may lease the victims while they are copied, so the choice is made anew afterwards.
             yield from self._rescue(alone, tried)
 
@@ -99,7 +174,7 @@ class Descent:
         rest is left for another round.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
-        keys = tuple(dict.fromkeys(k for some in names.values() for k in some))
+        keys = tuple(dict.fromkeys(k for some in names.values() for k in reversed(some)))  # what is written first is of use alone
         path = Path(keys)  # of many prompts, and of names as they are in the index
         where = {k: i for i, k in enumerate(keys)}
         own = {c.name: self._not_sealed(c.name, keys) for c in self.spec.components}
@@ -116,7 +191,7 @@ class Descent:
         if not left:
             self.spawn("persist", self.persist(path))
             return
-        yield from self.persist(path)
+        yield from self.persist(path, must=True)
         if not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
             tried |= left
             for component, _ in left:
@@ -142,32 +217,6 @@ class Descent:
             if moved is not None:
                 transfer.close(self.res, moved)
             self.res.leases.release_all(held)
-
-    def persist(self, path: Path) -> Story:
-        """L2 to L3. The pages are leased now, also where the story that writes them begins later."""
-        parts = backup.not_durable(self.res, path) if self.res.storage else ()
-        return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, path))
-
-    def _write(self, moved: transfer.Transfer) -> Story:
-        if not moved:
-            return
-        try:
-            deadline = self.settings.prefetch_cap_s
-            got = yield Move(self._next_id(), "persist", Tier.HOST, Tier.STORAGE, moved.spans(), deadline)
-            self._count(moved, got, Tier.STORAGE)
-            for leg, bits in zip(moved.legs, got.bits, strict=True):
-                known = transfer.fresh(self.res, moved, leg)
-                sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
-                entries = self.res.index.find(sealed)
-                self.res.index.set_durable((Tier.HOST, leg.component), entries)
-        finally:
-            transfer.close(self.res, moved)
-
-    def _count(self, moved: transfer.Transfer, got: Merged, tier: Tier) -> None:
-        for leg, bits in zip(moved.legs, got.bits, strict=True):
-            counters = self.res.counters[(tier, leg.component)]
-            counters.backups += bits.bit_count()
-            counters.failures += len(leg.keys) - bits.bit_count()
 
     def _cached(self, place: Place, path: Path) -> Entries:
         entries = self.res.index.find(path.names(place[1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
@@ -104,7 +104,7 @@ class Executor:
 
     def _move(self, record: Move) -> Outcome:
         if Tier.STORAGE not in (record.source, record.target):
-            self._cross(record)
+            self._cross(replace(record, spans=tuple(self._part(span) for span in record.spans)))
             return Outcome(bits=tuple((1 << len(s)) - 1 for s in record.spans))
         if self.store is None:
             return Outcome(error="storage is not attached")
@@ -112,13 +112,32 @@ class Executor:
         until = self._clock() + record.timeout_s
         bits, error = [], ""
         for span in record.spans:
+            mine = self._own(span)
+            if record.target is Tier.STORAGE:
+                mine = [i for i in mine if self._writes(span.component, span.keys[i], record.turn)]
+            done = sorted(set(range(len(span))) - set(mine))  # for others to do
             try:
-                bits.append(0 if error else act(self.store, span, until))
+                if not error and mine:
+                    act(self.store, span, mine, until, done)
             except StoreError as failure:
-                # What moved before the failure is not claimed; the rest is not tried, the deadline is one for all.
-                bits.append(0)
-                error = str(failure)
+                error = str(failure)  # what moved before it has moved; the rest is not tried, the deadline is one for all
+            bits.append(sum(1 << i for i in done))
         return Outcome(bits=tuple(bits), error=error)
+
+    def _own(self, span: Span) -> list[int]:
+        """Which items of a span are this rank's."""
+        spec, me = self._rank.spec, self._rank.rank
+        component = spec[span.component]
+        if component.shard is not Shard.CONTEXT:
+            return list(range(len(span))) if me in spec.owners(component) else []
+        return [i for i, page in enumerate(span.pages.tolist()) if spec.owns(component, me, page)]
+
+    def _part(self, span: Span) -> Span:
+        """What of a span between device and host is this rank's."""
+        mine = self._own(span)
+        if len(mine) == len(span):
+            return span
+        return replace(span, source=span.source[mine], target=span.target[mine], pages=span.pages[mine])
 
     def _cross(self, record: Move) -> None:
         """Between device and host."""
@@ -148,30 +167,25 @@ class Executor:
     def _copier(self, source: Tier, target: Tier, component: str) -> Copier:
         return Copier(self._rank.pools[source][component], self._rank.pools[target][component], self._mover)
 
-    def _write(self, store: Store, span: Span, until: float) -> int:
-        """L2 to L3. A replicated page is written by one rank, chosen by its key so that the work is spread."""
-        mine = [i for i, key in enumerate(span.keys) if self._writes(span.component, key)]
+    def _write(self, store: Store, span: Span, mine: list[int], until: float, done: list[int]) -> None:
+        """L2 to L3 of the items ``mine``; ``done`` gains those that L3 has."""
         self.settle(Tier.HOST, span.component, span.source[mine], timeout_s=self._left(until))
-        done = ((1 << len(span)) - 1) ^ sum(1 << i for i in mine)
         with self._alone(span.component, until):
             for batch, views in self._views(span.component, mine, span.source, fill=True):
                 put = store.put(self._ids(span, batch), views, self._left(until))
-                done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
-        return done
+                done += [i for j, i in enumerate(batch) if put >> j & 1]
 
-    def _read(self, store: Store, span: Span, until: float) -> int:
-        """L3 to L2."""
-        done = 0
-        self.settle(Tier.HOST, span.component, span.target, write=True, timeout_s=self._left(until))
+    def _read(self, store: Store, span: Span, mine: list[int], until: float, done: list[int]) -> None:
+        """L3 to L2 of the items ``mine``; ``done`` gains those that have arrived."""
+        self.settle(Tier.HOST, span.component, span.target[mine], write=True, timeout_s=self._left(until))
         staged = self._staging.get(span.component)
         with self._alone(span.component, until):
-            for batch, views in self._views(span.component, list(range(len(span))), span.target, fill=False):
+            for batch, views in self._views(span.component, mine, span.target, fill=False):
                 got = store.get(self._ids(span, batch), views, self._left(until))
                 good = [j for j in range(len(batch)) if got >> j & 1]
                 if staged is not None and good:
                     staged[2].copy(np.asarray(good, dtype=np.int32), span.target[[batch[j] for j in good]])
-                done |= sum(1 << batch[j] for j in good)
-        return done
+                done += [batch[j] for j in good]
 
     @contextmanager
     def _alone(self, component: str, until: float) -> Iterator[None]:
@@ -201,8 +215,11 @@ class Executor:
                 down.copy(slots[batch], np.arange(len(batch), dtype=np.int32))
             yield batch, [pool.page(j) for j in range(len(batch))]
 
-    def _writes(self, component: str, key: bytes) -> bool:
-        return self._rank.spec[component].shard is not Shard.REPLICATED or key[-1] % self._rank.spec.ranks == self._rank.rank
+    def _writes(self, component: str, key: bytes, turn: int) -> bool:
+        """A replicated page is written by one rank, chosen by its key so that the work is spread, and by the turn."""
+        owners = self._rank.spec.owners(self._rank.spec[component])
+        shared = self._rank.spec[component].shard is Shard.REPLICATED
+        return not shared or owners[(page_of(key)[-1] + turn) % len(owners)] == self._rank.rank
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
         names = [span.keys[i] for i in items]

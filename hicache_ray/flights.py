@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hicache_ray.errors import GroupLost
@@ -46,7 +46,9 @@ class Tale:
 
 @dataclass
 class Flight:
-    """A record that the ranks are executing. ``tale`` is None once its story went on without it."""
+    """A record that the ranks are executing, for a story or for whoever wants to hear of it (``landed``). Neither is there any more once
+    they went on without it.
+    """
 
     record: Record
     tale: Tale | None
@@ -54,6 +56,12 @@ class Flight:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     deadline: float | None = None
     leases: list[Lease] = field(default_factory=list)
+    landed: Callable[[Merged], None] | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waits for its outcome."""
+        return self.tale is not None or self.landed is not None
 
     @property
     def of_storage(self) -> bool:
@@ -93,4 +101,5 @@ def merge(record: Record, outcomes: Sequence[Outcome]) -> Merged:
     # Digests are told for all ranks or not at all: a rank that failed has none to set beside the others'.
     names = () if error else first.digests
     digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in names}
-    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, any(o.refused for o in outcomes), first.count)
+    refused = any(o.refused for o in outcomes)
+    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, refused, first.count, first.retry)

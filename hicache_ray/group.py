@@ -71,11 +71,12 @@ class Group(Tales):
         """Requests and prefetches under way."""
         return tuple(t.name for t in self._tales.values() if t.kind in ("request", "prefetch"))
 
-    def flush(self, tiers: Sequence[Tier], timeout_s: float | None = None) -> str:
+    def flush(self, tiers: Sequence[Tier], timeout_s: float | None = None, preserve: bool = False) -> str:
         """Begin to empty tiers; an :class:`Ended` event with the returned name says when it is complete.
 
         Raises :class:`Busy` when requests are under way and there is no ``timeout_s`` to wait for them, or when another flush is under
-        way. Prefetches that nobody waits for yet are revoked. New requests begin after the flush.
+        way. Prefetches that nobody waits for yet are revoked. New requests begin after the flush. ``preserve``: what only L1 and L2 have
+        is written to L3 first.
         """
         running = [t.name for t in self._tales.values() if t.kind == "request"]
         if self._flushing is not None:
@@ -84,7 +85,7 @@ class Group(Tales):
             raise Busy(f"{len(running)} requests are under way; give timeout_s to wait for them")
         for tale in [t for t in self._tales.values() if t.kind == "prefetch"]:
             self.cancel(tale.name)
-        tale = Tale(self._own_name("flush"), "flush", self.cache.flush(tiers))
+        tale = Tale(self._own_name("flush"), "flush", self.cache.flush(tiers, preserve))
         tale.deadline = self._clock() + (timeout_s if timeout_s is not None else self.cache.settings.room_deadline_s)
         self._flushing = tale
         self._start(tale)
@@ -124,7 +125,7 @@ class Group(Tales):
         """
         self.cache.res.storage = False
         self.cache.res.index.clear_durable()
-        self._cut_short([f for f in self._flights.values() if f.tale is not None and f.of_storage], "storage was detached")
+        self._cut_short([f for f in self._flights.values() if f.awaited and f.of_storage], "storage was detached")
         self._changed()
 
     def attach(self) -> None:
@@ -151,7 +152,7 @@ class Group(Tales):
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should be called at the latest."""
-        times = [f.deadline for f in self._flights.values() if f.deadline is not None and f.tale is not None]
+        times = [f.deadline for f in self._flights.values() if f.deadline is not None and f.awaited]
         times += [t.deadline for t in self._tales.values() if t.deadline is not None]
         return min(times, default=None)
 
@@ -170,10 +171,11 @@ class Group(Tales):
             return
         del self._flights[record_id]
         self.cache.res.leases.release_all(flight.leases)
-        tale, merged = flight.tale, None
-        if tale is not None:
-            merged = merge(flight.record, [flight.outcomes[r] for r in flight.ranks])
-            self._resume(tale, merged)
+        if flight.tale is not None:
+            self._resume(flight.tale, merge(flight.record, [flight.outcomes[r] for r in flight.ranks]))
+        elif flight.landed is not None:
+            flight.landed(merge(flight.record, [flight.outcomes[r] for r in flight.ranks]))
+            self._adopt_spawned()
         elif isinstance(flight.record, Clear):
             self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since
         self._changed()
@@ -181,11 +183,11 @@ class Group(Tales):
     def tick(self) -> None:
         """Act on deadlines that have passed: a read or a lookup counts as failed where it has not been reported; waits end."""
         now = self._clock()
-        over = [f for f in self._flights.values() if f.tale is not None and f.deadline is not None and f.deadline <= now]
+        over = [f for f in self._flights.values() if f.awaited and f.deadline is not None and f.deadline <= now]
         self._cut_short(over, "the deadline passed")
         for tale in [t for t in self._tales.values() if t.deadline is not None and t.deadline <= now]:
             waits = tale.waits
-            if waits is Wait.ROOM:
+            if waits in (Wait.ROOM, Wait.ARRIVAL):
                 self._advance(tale, Merged(late=True))
             elif isinstance(waits, Wait):
                 self._stop_waiting(tale)

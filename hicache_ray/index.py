@@ -40,6 +40,10 @@ class Index:
         self._unused: list[int] = []
         self._slots = np.full((len(self._column), 64), ABSENT, dtype=np.int32)
         self._durable = np.zeros((len(self._column), 64), dtype=bool)
+        self._uses = np.zeros((len(self._column), 64), dtype=np.int32)
+        self._depth = np.zeros(64, dtype=np.int32)
+        self._inner = np.zeros(64, dtype=bool)  # a cached path goes on behind this page
+        self._fork = np.zeros(64, dtype=bool)  # another path leaves a cached one soon after this page
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -86,6 +90,10 @@ class Index:
             if entry >= self._slots.shape[1]:
                 self._slots = np.concatenate([self._slots, np.full_like(self._slots, ABSENT)], axis=1)
                 self._durable = np.concatenate([self._durable, np.zeros_like(self._durable)], axis=1)
+                self._uses = np.concatenate([self._uses, np.zeros_like(self._uses)], axis=1)
+                self._depth = np.concatenate([self._depth, np.zeros_like(self._depth)])
+                self._inner = np.concatenate([self._inner, np.zeros_like(self._inner)])
+                self._fork = np.concatenate([self._fork, np.zeros_like(self._fork)])
         self._ids[key] = entry
         return entry
 
@@ -100,6 +108,8 @@ class Index:
             del self._ids[self.key(entry)]
             self._keys[entry] = None
             self._durable[:, entry] = False
+            self._uses[:, entry] = 0
+            self._inner[entry] = self._fork[entry] = False
             self._unused.append(entry)
         return slots
 
@@ -114,6 +124,40 @@ class Index:
 
     def durable(self, place: Place, entries: Entries) -> npt.NDArray[np.bool_]:
         return self._durable[self._column[place]][entries]
+
+    def use(self, place: Place, entries: Entries) -> None:
+        """A request has made or used these objects (of the place's component), each once."""
+        self._uses[self._column[place], entries[entries != ABSENT]] += 1
+
+    def uses(self, place: Place, entries: Entries) -> npt.NDArray[np.int32]:
+        """How many requests have, as long as the group has had the entries; 0 where there is none."""
+        out = self._uses[self._column[place]][entries]
+        out[entries == ABSENT] = 0
+        return out
+
+    def set_depth(self, entries: Entries, pages: npt.NDArray[np.int32]) -> None:
+        """Which page of its prompt each of these is; the same in every prompt that has it."""
+        self._depth[entries[entries != ABSENT]] = pages[entries != ABSENT]
+
+    def depth(self, entries: Entries) -> npt.NDArray[np.int32]:
+        return self._depth[entries]
+
+    def follow(self, entries: Entries) -> None:
+        """These are the pages of one path, root first: behind each but the last one it goes on."""
+        self.set_depth(entries, np.arange(len(entries), dtype=np.int32))
+        known = entries[:-1]
+        self._inner[known[known != ABSENT]] = True
+
+    def goes_on(self, entry: int) -> bool:
+        """Whether a path that was cached goes on behind this page."""
+        return entry != ABSENT and bool(self._inner[entry])
+
+    def mark_fork(self, entries: Entries) -> None:
+        """Another path leaves a cached one between these and the next snapshot."""
+        self._fork[entries[entries != ABSENT]] = True
+
+    def forks(self, entries: Entries) -> npt.NDArray[np.bool_]:
+        return self._fork[entries] & (entries != ABSENT)
 
     def clear_durable(self) -> None:
         """L3 was emptied or taken away."""

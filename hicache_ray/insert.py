@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hicache_ray import lengths
+from hicache_ray.keys import other
 from hicache_ray.lease import Lease
 from hicache_ray.residency import Residency
+from hicache_ray.settings import StateSnapshots
 from hicache_ray.spec import Tier
 
 
@@ -19,7 +22,32 @@ def publish(res: Residency, component: str, keys: Sequence[bytes], lease: Lease)
 def touch_path(res: Residency, component: str, keys: Sequence[bytes]) -> None:
     """The pages of a path (root first) were used or made together: most recent in every local tier that has them."""
     entries = res.index.find(keys)
+    res.index.use((Tier.HOST, component), entries)
     for tier in (Tier.DEVICE, Tier.HOST):
         here = res.index.slots((tier, component), entries) >= 0
         if np.any(here):
             res.touch((tier, component), entries[here])
+
+
+def follow(res: Residency, keys: Sequence[bytes], fork: int) -> None:
+    """``keys`` are a path that is cached, both kinds of bytes alike; ``fork``: pages of it after which it leaves another one (0: none)."""
+    for names in (list(keys), [other(k) for k in keys]):
+        entries = res.index.find(names)
+        res.index.follow(entries)
+        if fork:
+            res.index.mark_fork(entries[fork - 1 : fork])
+
+
+def thin(res: Residency, keys: Sequence[bytes], prompt: int, how: StateSnapshots) -> None:
+    """Snapshots of a path that are not to be kept leave L1 and L2, but for those that somebody uses and those where paths part."""
+    for c in (c for c in res.spec.components if c.is_state):
+        both = [res.index.find(names) for names in (list(keys), [other(k) for k in keys])]
+        places = [((tier, c.name), entries) for tier in (Tier.DEVICE, Tier.HOST) for entries in both]
+        there = np.zeros(len(keys), dtype=bool)
+        for place, entries in places:
+            there |= res.index.slots(place, entries) >= 0
+        page = res.spec.page_size
+        kept = lengths.kept_snapshots([(int(i) + 1) * page for i in np.flatnonzero(there)], prompt, how)
+        gone = there & ~np.isin((np.arange(len(keys)) + 1) * page, np.fromiter(kept, dtype=np.int64, count=len(kept)))
+        for place, entries in places:
+            res.withdraw(place, entries[gone & res.idle(place, entries) & ~res.index.forks(entries)])

@@ -139,8 +139,13 @@ def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: i
 
 
 def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapping[str, str]) -> dict[str, str]:
-    """What a tag stands for, readable: component, geometry, shard, recipe. Equal records make equal tags."""
-    shard = "replicated" if component.shard is Shard.REPLICATED else f"heads {rank} of {spec.ranks}"
+    """What a tag stands for, readable: component, geometry, shard, recipe. Equal records make equal tags.
+
+    For a rank that does not hold the component it is that of the first one that does, so that both have the same pages present.
+    """
+    owners = spec.owners(component)
+    mine = owners.index(rank) if rank in owners else 0
+    shard = f"heads {mine} of {len(owners)}" if component.shard is Shard.HEADS else "replicated"
     geometry = {
         "component": component.name,
         "kind": component.kind.value,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from hicache_ray.settings import StateSnapshots
 from hicache_ray.spec import Component, Kind
 
 
@@ -134,3 +135,23 @@ def needed(component: Component, k: int, page_size: int) -> range:
     span = component.page_span
     first = component.lo(k * page_size) // (page_size * span)
     return range((first + 1) * span - 1, k, span)
+
+
+def kept_snapshots(made: Sequence[int], prompt: int, how: StateSnapshots) -> set[int]:
+    """Which of the snapshots of a path are kept; ``made``: their lengths, ascending; ``prompt``: tokens of the prompt that it began as.
+
+    Always the last one, and the last one that the same prompt can resume from. ``log``: going back from the end, the next one at least
+    twice as far away as the one before, so that there are about log2 of the path of them.
+    """
+    if how is StateSnapshots.ALL or not made:
+        return set(made)
+    last = made[-1]
+    own = [n for n in made if n < prompt]
+    out = {last, *own[-1:]}
+    if how is StateSnapshots.LOG:
+        least = 1
+        for n in reversed(made[:-1]):
+            if last - n >= least:
+                out.add(n)
+                least = 2 * (last - n)
+    return out

@@ -35,10 +35,11 @@ def at(match: Match, k: int, limit: Limit = Limit.NONE) -> Plan:
     return Plan(k, tuple(parts), limit, drafts)
 
 
-def choose(match: Match, threshold: int, fits: Callable[[Plan], bool]) -> Plan:
+def choose(match: Match, threshold: int, refuse: Callable[[Plan], Limit]) -> Plan:
     """The longest legal resume that is worth it and that the host has room for.
 
-    ``threshold``: pages that storage must add at least. ``fits``: whether the host pools can take a plan's pages from storage.
+    ``threshold``: pages that storage must add at least. ``refuse``: why a plan's pages cannot come from storage now; ``Limit.NONE``
+    where they can.
     """
     local = match.longest(Tier.DEVICE, Tier.HOST)
     limit = Limit.NONE if local == match.ceiling else Limit.ABSENT
@@ -49,10 +50,29 @@ def choose(match: Match, threshold: int, fits: Callable[[Plan], bool]) -> Plan:
             limit = Limit.THRESHOLD
             break
         plan = at(match, k, Limit.NONE if k == match.ceiling else limit)
-        if fits(plan):
+        why = refuse(plan)
+        if why is Limit.NONE:
             return plan
-        limit = Limit.HOST_ROOM
+        limit = why
     return at(match, local, limit)
+
+
+def fallback(match: Match, plan: Plan) -> Plan:
+    """The same plan with what an earlier length needs as well, about half of the way there: so that a part of it is worth something where
+    a deadline cuts the rest off. Of full pages alone nothing has to be added."""
+    local = match.longest(Tier.DEVICE, Tier.HOST)
+    half = local + (plan.length - local) // 2
+    earlier = lengths.longest(match.lengths(*ORDER) & lengths.ones(half + 1))
+    return plan if earlier <= local else both(plan, at(match, earlier))
+
+
+def both(plan: Plan, more: Plan) -> Plan:
+    """``plan`` with the pages of another one as well, and its length as a milestone."""
+    pages: dict[tuple[str, Tier], set[int]] = {}
+    for part in (*plan.parts, *more.parts):
+        pages.setdefault((part.component, part.tier), set()).update(part.pages.tolist())
+    parts = tuple(Part(name, tier, np.asarray(sorted(some), dtype=np.int32)) for (name, tier), some in pages.items())
+    return replace(plan, parts=parts, milestones=tuple(sorted({*plan.milestones, more.length})))
 
 
 def with_sources(plan: Plan, origin: Mapping[tuple[str, int], Tier]) -> Plan:

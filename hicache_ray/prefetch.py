@@ -3,27 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ray import lengths, transfer
 from hicache_ray.index import from_bits, to_bits
-from hicache_ray.keys import is_other, other, tagged
+from hicache_ray.keys import is_other, other, page_of, tagged
+from hicache_ray.records import Span, slots_array
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER, Match, Plan
-from hicache_ray.spec import Tier
+from hicache_ray.resume import ORDER, Match, Part, Plan
+from hicache_ray.spec import CacheSpec, Tier
 from hicache_ray.transfer import Transfer
 
+Flags: TypeAlias = npt.NDArray[np.bool_]
+#: Items of each leg of a transfer: (leg, positions in it).
+Slice: TypeAlias = tuple[tuple[int, npt.NDArray[np.intp]], ...]
 
-def need(plan: Plan) -> Mapping[str, int]:
-    """Host slots that the plan's pages from storage take, per component."""
-    return {part.component: len(part.pages) for part in plan.of(Tier.STORAGE)}
+#: Base pages of one record: what has arrived is known, and can be used, record by record.
+LEAST_PAGES, MOST_PAGES, RECORDS = 16, 128, 8
 
 
-def fits(res: Residency, match: Match, plan: Plan) -> bool:
+@dataclass
+class Arrivals:
+    """What of a transfer from L3 has arrived, is published, and turned out not to be there: flags over the items of each leg."""
+
+    moved: Transfer
+    arrived: list[Flags] = field(init=False)
+    published: list[Flags] = field(init=False)
+    missed: list[Flags] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arrived, self.published, self.missed = ([np.zeros(len(leg.keys), dtype=bool) for leg in self.moved.legs] for _ in range(3))
+
+    def land(self, some: Slice, bits: Sequence[int], known: bool) -> None:
+        """A part of it was reported. ``known``: what has not arrived is not there."""
+        for (i, at), got in zip(some, bits, strict=True):
+            flags = from_bits(got, len(at))
+            self.arrived[i][at] = flags
+            if known:
+                self.missed[i][at] = ~flags
+
+    def spans(self, some: Slice) -> tuple[Span, ...]:
+        out = []
+        for i, at in some:
+            leg = self.moved.legs[i]
+            assert leg.target is not None
+            out.append(Span(leg.component, slots_array(), leg.target.slots[at], tuple(leg.keys[j] for j in at.tolist()), leg.depth[at]))
+        return tuple(out)
+
+    def of(self, match: Match) -> list[Flags]:
+        """Which items are a prompt's: another one may have asked for them."""
+        out = []
+        for leg in self.moved.legs:
+            known = match.keys_of(leg.component)
+            flags = leg.pages < len(known)
+            here = [page_of(key) == known[page] for key, page in zip(leg.keys, leg.pages.tolist(), strict=True) if page < len(known)]
+            flags[flags] = here
+            out.append(flags)
+        return out
+
+
+def need(parts: Sequence[Part]) -> Mapping[str, int]:
+    """Host slots that pages from storage take, per component."""
+    return {part.component: len(part.pages) for part in parts}
+
+
+def tokens(spec: CacheSpec, parts: Sequence[Part]) -> int:
+    """How many tokens they stand for."""
+    return max((len(p.pages) * spec[p.component].page_span for p in parts), default=0) * spec.page_size
+
+
+def fits(res: Residency, match: Match, plan: Plan, incoming: Sequence[Part]) -> bool:
     """Whether the host pools can take the pages from storage beside the host pages that the plan uses itself."""
-    for component, count in need(plan).items():
+    for component, count in need(incoming).items():
         place = (Tier.HOST, component)
         used = [p.pages for p in plan.of(Tier.HOST) if p.component == component]
         entries = res.index.find(match.path.names(component, [i for pages in used for i in pages.tolist()]))
@@ -32,40 +87,85 @@ def fits(res: Residency, match: Match, plan: Plan) -> bool:
     return True
 
 
-def could_fit(res: Residency, plan: Plan) -> bool:
+def could_fit(res: Residency, plan: Plan, incoming: Sequence[Part]) -> bool:
     """Whether the host pools could take them if nobody else leased anything there."""
     used = {part.component: len(part.pages) for part in plan.of(Tier.HOST)}
-    return all(count + used.get(c, 0) <= res.capacity[(Tier.HOST, c)] for c, count in need(plan).items())
+    return all(count + used.get(c, 0) <= res.capacity[(Tier.HOST, c)] for c, count in need(incoming).items())
 
 
-def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -> None:
-    """Publish what of a prefetch is worth something, by the one rule. ``match``: what L1 and L2 have now.
+def slices(spec: CacheSpec, moved: Transfer, stops: Sequence[int]) -> list[Slice]:
+    """The transfer in parts, so that what makes an earlier length legal arrives first. ``stops``: the lengths on the way, in pages, and
+    the last one."""
+    left = [np.ones(len(leg.keys), dtype=bool) for leg in moved.legs]
+    total = max((len(leg.keys) for leg in moved.legs), default=0)
+    size = min(MOST_PAGES, max(LEAST_PAGES, -(-total // RECORDS)))
+    out: list[Slice] = []
+    for stop in (*stops, None):
+        chosen = []
+        for leg, rest in zip(moved.legs, left, strict=True):
+            mine = rest.copy()
+            if stop is not None:
+                wanted = lengths.needed(spec[leg.component], stop, spec.page_size)
+                mine &= np.isin(leg.pages, np.asarray(wanted))
+            rest &= ~mine
+            chosen.append(mine)
+        out += _cut(moved, chosen, size)
+    return out
+
+
+def _cut(moved: Transfer, chosen: Sequence[Flags], size: int) -> list[Slice]:
+    """Some items of a transfer in parts of at most ``size`` base pages."""
+    pages = np.unique(np.concatenate([leg.pages[flags] for leg, flags in zip(moved.legs, chosen, strict=True)]))
+    out = []
+    for start in range(0, len(pages), size):
+        some = pages[start : start + size]
+        items = [(i, np.flatnonzero(chosen[i] & np.isin(leg.pages, some))) for i, leg in enumerate(moved.legs)]
+        out.append(tuple((i, at) for i, at in items if len(at)))
+    return out
+
+
+def commit(res: Residency, match: Match, arrivals: Sequence[Arrivals]) -> None:
+    """Publish what of the arrivals is worth something, by the one rule. ``match``: what L1 and L2 have now.
 
     Pages beyond the longest resume that L1, L2 and the arrivals allow together are not kept.
     """
-    host = dict(match.found[Tier.HOST])
-    for leg, leg_bits in zip(moved.legs, bits, strict=True):
-        for kind in (False, True):
-            mine = np.array([is_other(name) is kind for name in leg.keys], dtype=bool)
-            at = tagged(leg.component, kind)
-            host[at] = host.get(at, 0) | _pages(leg.pages, leg_bits & to_bits(mine))
-    after = replace(match, found={**match.found, Tier.HOST: host})
+    host = match.found[Tier.HOST]
+    for a in arrivals:
+        host = with_arrived(host, match, a)
+    after = match.with_found(Tier.HOST, host)
     k = after.longest(*ORDER)
-    keep = []
-    for leg, leg_bits in zip(moved.legs, bits, strict=True):
+    for a in arrivals:
+        _publish(res, after, k, a)
+
+
+def with_arrived(found: Mapping[str, int], match: Match, a: Arrivals) -> dict[str, int]:
+    """What a tier has of a path together with the arrivals."""
+    out = dict(found)
+    for leg, have, ours in zip(a.moved.legs, a.arrived, a.of(match), strict=True):
+        for kind in (False, True):
+            right = np.array([is_other(name) is kind for name in leg.keys], dtype=bool)
+            at = tagged(leg.component, kind)
+            out[at] = out.get(at, 0) | _pages(leg.pages[have & ours & right])
+    return out
+
+
+def _publish(res: Residency, after: Match, k: int, a: Arrivals) -> None:
+    """``k``: the length, in pages, that they are worth."""
+    mine = a.of(after)
+    for i, leg in enumerate(a.moved.legs):
         component, length = res.spec[leg.component], k
         if component.role == "draft":
             local = after.present[Tier.DEVICE][component.name] | after.present[Tier.HOST][component.name]
             length = lengths.drafted(component, local, k, res.spec.page_size)
-        wanted = lengths.needed(component, length, res.spec.page_size)
-        keep.append(sum(1 << i for i in wanted))
-        res.counters[(Tier.STORAGE, leg.component)].failures += len(leg.keys) - leg_bits.bit_count()
-    transfer.arrive(res, moved, bits, keep)
-    for leg, leg_bits in zip(moved.legs, bits, strict=True):
+        keep = np.isin(leg.pages, np.asarray(lengths.needed(component, length, res.spec.page_size)))
+        now = a.arrived[i] & mine[i] & keep & ~a.published[i]
+        transfer.arrive(res, replace(a.moved, legs=(leg,)), [to_bits(now)])
+        a.published[i] |= now
+        res.index.set_depth(res.index.find(leg.keys), leg.pages)
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
-        now = transfer.fresh(res, moved, leg)
-        names = [key for key, known in zip(leg.keys, now, strict=True) if known]
-        res.index.set_durable((Tier.HOST, leg.component), res.index.find(names), from_bits(leg_bits, len(leg.keys))[now])
+        told = transfer.fresh(res, a.moved, leg) & mine[i] & (a.arrived[i] | a.missed[i])
+        names = [key for key, known in zip(leg.keys, told, strict=True) if known]
+        res.index.set_durable((Tier.HOST, leg.component), res.index.find(names), a.arrived[i][told])
 
 
 def note(res: Residency, found: Match) -> None:
@@ -79,8 +179,8 @@ def note(res: Residency, found: Match) -> None:
                 res.index.set_durable((Tier.HOST, c.name), entries, from_bits(told[tagged(c.name, kind)], len(entries)))
 
 
-def _pages(pages: np.ndarray, bits: int) -> int:
-    """Bits over the legs' items as bits over base pages."""
+def _pages(pages: npt.NDArray[np.int32]) -> int:
+    """A bitset over base pages."""
     flags = np.zeros(int(pages[-1]) + 1 if len(pages) else 0, dtype=bool)
-    flags[pages[from_bits(bits, len(pages))]] = True
+    flags[pages] = True
     return to_bits(flags)

@@ -38,12 +38,13 @@ class Embedded:
 @dataclass(frozen=True)
 class Span:
     """Pages of one component that move. Item ``i`` goes from ``source[i]`` to ``target[i]``; on the storage side the slots are empty
-    and ``keys[i]`` (page keys; the rank adds its own tag) stands for them."""
+    and ``keys[i]`` (page keys; the rank adds its own tag) stands for them. ``pages``: which base page of its prompt each item ends with."""
 
     component: str
     source: Slots
     target: Slots
     keys: tuple[bytes, ...] = ()
+    pages: Slots = field(default_factory=lambda: slots_array())
 
     def __len__(self) -> int:
         return max(len(self.source), len(self.target), len(self.keys))
@@ -51,7 +52,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Move:
-    """Copy pages from one tier to another, in the order of the spans. Outcome ``bits[i]``: which items of span ``i`` have arrived."""
+    """Copy pages from one tier to another, in the order of the spans. Outcome ``bits[i]``: which items of span ``i`` have arrived; an item
+    that is not this rank's counts as arrived. ``turn``: which of the ranks writes what all of them have alike; another turn, another rank.
+    """
 
     id: int
     rid: str
@@ -59,6 +62,7 @@ class Move:
     target: Tier
     spans: tuple[Span, ...]
     timeout_s: float = 30.0
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def lane_of(record: Record) -> Lane:
 class Outcome:
     """What one rank reports of one record. ``error`` is a sentence, empty when all went well; bits may be partial either way.
 
-    ``refused``: the error is what was asked for, not what became of it.
+    ``refused``: the error is what was asked for, not what became of it. ``retry``: of a lookup, there may be more when asked again.
     """
 
     bits: tuple[int, ...] = ()
@@ -163,6 +167,7 @@ class Outcome:
     error: str = ""
     refused: bool = False
     count: int = 0
+    retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,7 @@ class Merged:
     error: str = ""
     refused: bool = False
     count: int = 0
+    retry: bool = False
     late: bool = False
 
 

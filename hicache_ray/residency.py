@@ -33,6 +33,7 @@ class Counters:
     backups: int = 0
     refused: int = 0
     failures: int = 0
+    dropped: int = 0
 
 
 @dataclass

@@ -7,16 +7,18 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 
-from hicache_ray import compute, evict, load, plan, prefetch, transfer
+from hicache_ray import compute, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
+from hicache_ray.fetches import Fetches
 from hicache_ray.keys import tagged
 from hicache_ray.match import match
 from hicache_ray.records import Lookup, Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import Limit, Match, Part, Plan
-from hicache_ray.settings import Settings
-from hicache_ray.spec import Tier
+from hicache_ray.resume import Limit, Match, Plan
+from hicache_ray.settings import PrefetchPolicy, Settings
+from hicache_ray.spec import Kind, Tier
 from hicache_ray.story import Job, Phase, Story, Wait
 
 
@@ -29,6 +31,8 @@ class Restore:
         self.settings = settings
         self._next_id = next_id
         self.descent = descent
+        self.clock: Callable[[], float] = float  # stands still at 0.0 until a group gives it its own
+        self.fetches = Fetches(res, next_id, lambda: self.clock(), self._told)
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
@@ -48,46 +52,111 @@ class Restore:
         """Match in all tiers and bring in from L3 what is worth it. Afterwards the plan's L2 pages are leased.
 
         Those in L1 are not: whoever waits for the device must not keep it from the one who has it. What leaves it meanwhile is in L2, and
-        how far to resume is decided anew when the request's turn has come.
+        how far to resume is decided anew when the request's turn has come. Under ``best_effort`` this ends with pages still on their way:
+        see :meth:`turn`.
         """
-        found = self.match(job)
+        found, waits = self.match(job), self.settings.prefetch_policy is not PrefetchPolicy.BEST_EFFORT
         if self.res.storage and found.longest(*LOCAL) < found.ceiling:
             job.phase = Phase.LOOKUP
-            found = yield from self._ask(job, found)
-            found = yield from self._wait_for_room(job, found)
-        chosen = plan.choose(found, self._threshold, lambda p: prefetch.fits(self.res, found, p))
-        job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
-        self.hold(job, found, chosen, (Tier.HOST,))
-        incoming = chosen.of(Tier.STORAGE)
-        if incoming:
-            job.phase = Phase.FETCHING
-            found = yield from self._read(job, found, chosen, incoming)
-            self.hold(job, found, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
-        job.promised = found.longest(*LOCAL) * self.spec.page_size
-        job.phase = Phase.DECLINED if job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM) and not incoming else Phase.READY
+            found = yield from self._ask(job, found, self.settings.lookup_deadline_s)
+            found = (yield from self._wait_for_room(job, found)) if waits else found
+        self._choose(job, found)
+        if waits:
+            yield from self._await(job)
+        if not self.fetches.of(job):
+            self._ready(job)
 
-    def _ask(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
+    def _await(self, job: Job) -> Story:
+        """Until all that it has asked for is there, or will not come. Pages that were not where they had been are looked for once more, in
+        the same time; what has arrived stays as it is meanwhile."""
+        late = False
+        while self.fetches.waiting(job) and not late:
+            late = (yield Wait.ARRIVAL).late
+        if not late and self.fetches.unread(job) and self.res.storage and not self.stale(job):
+            yield from self._ask_again(job)
+        while self.fetches.waiting(job) and not late:
+            late = (yield Wait.ARRIVAL).late
+        self.turn(job)
+
+    def turn(self, job: Job) -> None:
+        """Its turn on the device has come, or its deadline: what has arrived by now is of use, the rest is not waited for."""
+        if self.fetches.of(job):
+            self._settle(job)
+
+    def _choose(self, job: Job, found: Match) -> None:
+        """Plan a resume, hold what of it is in L2, and have the rest brought from L3."""
+        chosen = plan.choose(found, self._threshold, partial(self._refusal, found))
+        if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE):
+            more = plan.fallback(found, chosen)
+            chosen = more if self._refusal(found, more) is Limit.NONE else chosen
+        job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
+        self.hold(job, found, chosen, (Tier.HOST,))
+        job.wanted = chosen.length
+        if not chosen.of(Tier.STORAGE):
+            return
+        job.phase = Phase.FETCHING
+        if job.deadline is None:
+            tokens = (chosen.length - found.longest(*LOCAL)) * self.spec.page_size
+            job.deadline = self.clock() + self.settings.read_deadline(tokens)
+        self.fetches.begin(job, found, chosen)
+
+    def _told(self, job: Job) -> None:
+        """All that a request has asked for has come. Those that wait for it do the rest themselves; it is done for those in the queue."""
+        if self.settings.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
+            self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """What it waited for is there, or is not waited for any longer: commit it, and hold it."""
+        why = self.fetches.commit(job, self.match(job))
+        found = self.match(job)
+        got = found.longest(*LOCAL)
+        if got < job.wanted:
+            job.limit = why
+        self.hold(job, found, plan.at(found, got), (Tier.HOST,))
+        self._ready(job)
+
+    def _ready(self, job: Job) -> None:
+        found = self.match(job)
+        declined = job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM, Limit.IN_FLIGHT) and job.deadline is None
+        job.promised = found.longest(*LOCAL) * self.spec.page_size
+        job.phase = Phase.DECLINED if declined else Phase.READY
+
+    def _ask_again(self, job: Job) -> Story:
+        """Pages were not where they had been: look where they are now, or what can be had without them."""
+        assert job.deadline is not None
+        left_s = max(0.0, job.deadline - self.clock())
+        job.phase, job.limit = Phase.LOOKUP, Limit.NONE
+        found = yield from self._ask(job, self.match(job), min(left_s, self.settings.lookup_deadline_s))
+        if self.res.storage and not self.stale(job):
+            self._choose(job, self.fetches.with_arrived(job, found))
+
+    def _ask(self, job: Job, found: Match, deadline_s: float) -> Generator[Record | Wait, Merged, Match]:
         """What L3 says that it has. An answer from before a drop is none."""
         told: dict[str, tuple[int, ...]] = {}
+        failed = False
         for keys, names in self.questions(found):
-            answer = yield Lookup(self._next_id(), job.request.rid, keys, names, self.settings.lookup_deadline_s)
+            answer = yield Lookup(self._next_id(), job.request.rid, keys, names, deadline_s)
+            if answer.retry and not answer.late:
+                answer = yield Lookup(self._next_id(), job.request.rid, keys, names, deadline_s)
             told |= answer.found
             if answer.late or answer.error:
-                job.limit = Limit.LOOKUP
+                failed = True
                 break
+        if failed:
+            job.limit = Limit.LOOKUP
         if self.stale(job):
             return self.match(job)
         found = self.match(job).with_storage(told)
-        if job.limit is not Limit.LOOKUP:
+        if not failed:
             prefetch.note(self.res, found)
         return found
 
     def _wait_for_room(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
-        """Where others have leased the host memory that the best plan needs, wait for them, holding nothing. The wait has a bound; after
-        that the request takes what fits."""
+        """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding
+        nothing. The wait has a bound; after that the request takes what fits."""
         while True:
-            best = plan.choose(found, self._threshold, lambda p: prefetch.could_fit(self.res, p))
-            if prefetch.fits(self.res, found, best):
+            best = plan.choose(found, self._threshold, partial(self._never, found))
+            if self._refusal(found, best) is Limit.NONE:
                 return found
             told = found.found[Tier.STORAGE]
             answer = yield Wait.ROOM
@@ -98,30 +167,30 @@ class Restore:
             if answer.late:
                 return found
 
+    def _refusal(self, found: Match, chosen: Plan) -> Limit:
+        """Why a plan's pages cannot come from L3 now."""
+        incoming = self.fetches.missing(found.path, chosen.of(Tier.STORAGE))
+        tokens = prefetch.tokens(self.spec, incoming)
+        if tokens and self.fetches.tokens + tokens > self.settings.prefetch_tokens_in_flight:
+            return Limit.IN_FLIGHT
+        return Limit.NONE if prefetch.fits(self.res, found, chosen, incoming) else Limit.HOST_ROOM
+
+    def _never(self, found: Match, chosen: Plan) -> Limit:
+        """Why they could not even if nobody else wanted anything."""
+        incoming = self.fetches.missing(found.path, chosen.of(Tier.STORAGE))
+        if prefetch.tokens(self.spec, incoming) > self.settings.prefetch_tokens_in_flight:
+            return Limit.IN_FLIGHT
+        return Limit.NONE if prefetch.could_fit(self.res, chosen, incoming) else Limit.HOST_ROOM
+
+    def _reason(self, job: Job, limit: Limit) -> Limit:
+        """The end of what the prompt allows may be the caller's own."""
+        asked = job.request.limit
+        return Limit.CALLER if limit is Limit.NONE and asked is not None and asked < len(job.request.tokens) - 1 else limit
+
     @property
     def _threshold(self) -> int:
         """Pages that storage must add at least."""
         return -(-self.settings.prefetch_threshold // self.spec.page_size)
-
-    def _read(self, job: Job, found: Match, chosen: Plan, incoming: Sequence[Part]) -> Generator[Record | Wait, Merged, Match]:
-        """L3 to L2, committed under the one rule."""
-        victims = evict.choose(self.res, Tier.HOST, prefetch.need(chosen))
-        if victims is None:
-            job.limit = Limit.HOST_ROOM
-            return found.only(*LOCAL)
-        evict.drop(self.res, Tier.HOST, victims)
-        moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.path)
-        try:
-            deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
-            got = yield Move(self._next_id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
-            # Others have come and gone meanwhile, and room was made: what is local is asked anew.
-            prefetch.commit(self.res, self.match(job), moved, got.bits)
-            found = self.match(job)
-        finally:
-            transfer.close(self.res, moved)
-        for leg, bits in zip(moved.legs, got.bits, strict=True):
-            job.storage_pages |= {(leg.component, page) for i, page in enumerate(leg.pages.tolist()) if bits >> i & 1}
-        return found
 
     # -- L2 to L1 -----------------------------------------------------------------------------------------------------------------
 
@@ -142,6 +211,7 @@ class Restore:
         era, found = self.res.era, self.match(job)
         resumed = plan.at(found, found.longest(*LOCAL))
         job.phase = Phase.LOADING
+        self._find_fork(job, found)
         self.hold(job, found, resumed)
         need = dict(self.need(job, resumed))
         up = resumed.of(Tier.HOST)
@@ -166,7 +236,7 @@ class Restore:
 
     def need(self, job: Job, resumed: Plan) -> Mapping[str, int]:
         """Device slots that the rest of a request takes."""
-        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
+        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens, job.fork)
         return compute.need(self.spec, self.settings, shape)
 
     def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
@@ -181,6 +251,24 @@ class Restore:
         self.res.leases.release_all(before)
         yield from self.descent.room(Tier.DEVICE, self.need(job, resumed))
         return resumed
+
+    def _find_fork(self, job: Job, found: Match) -> None:
+        """Where the prompt leaves a path that is cached and goes on: whoever leaves it there next will want a state, too."""
+        full = next((c for c in self.spec.components if c.kind is Kind.FULL and c.role == "target" and c.page_span == 1), None)
+        if full is None:
+            return
+        here = found.present[Tier.DEVICE][full.name] | found.present[Tier.HOST][full.name]
+        shared = lengths.longest(lengths.lengths_of(full, here, len(found.keys), self.spec.page_size))
+        if not 0 < shared < len(found.keys):
+            return
+        (last,) = self.res.index.find(found.path.names(full.name, [shared - 1])).tolist()
+        if not self.res.index.goes_on(last):
+            return
+        job.fork = compute.fork_at(self.spec, self.settings, shared * self.spec.page_size)
+        cold = compute.Shape(0, len(job.request.tokens), len(job.request.tokens) + job.request.new_tokens - 1, fork=job.fork)
+        most = compute.need(self.spec, self.settings, cold)
+        if any(c.is_state and most[c.name] + 1 > self.res.capacity[(Tier.DEVICE, c.name)] for c in self.spec.components):
+            job.fork = 0  # no request may need more than the pools hold
 
     # -- small things -----------------------------------------------------------------------------------------------------------
 

@@ -114,9 +114,14 @@ class Limit(str, Enum):
     """What kept a resume from being longer."""
 
     NONE = "nothing: the prompt itself ends here"
+    CALLER = "the request itself asked for no more (logprob_start)"
     ABSENT = "no tier has what a longer resume needs"
     THRESHOLD = "too little to gain from storage (cache.prefetch_threshold)"
     HOST_ROOM = "no host memory for more"
+    IN_FLIGHT = "too much on its way from storage already (cache.prefetch_tokens_in_flight)"
+    DEADLINE = "storage did not deliver in time"
+    FAILED = "storage failed while it delivered"
+    UNREAD = "storage could not deliver what it had promised"
     LOAD_FAILED = "a copy from the host failed"
     LOOKUP = "storage did not answer in time"
 
@@ -125,13 +130,15 @@ class Limit(str, Enum):
 class Plan:
     """Resume at ``length`` base pages; ``parts`` are all pages that needs, each once, from the nearest tier that has it.
 
-    ``drafts``: how many of those pages each draft component can resume at.
+    ``drafts``: how many of those pages each draft component can resume at. ``milestones``: earlier lengths, ascending, whose pages are
+    among ``parts`` as well; what they need comes first.
     """
 
     length: int
     parts: tuple[Part, ...]
     limit: Limit
     drafts: Mapping[str, int] = field(default_factory=dict)
+    milestones: tuple[int, ...] = ()
 
     def of(self, tier: Tier) -> tuple[Part, ...]:
         return tuple(p for p in self.parts if p.tier is tier)

@@ -13,7 +13,29 @@ class WritePolicy(str, Enum):
     """When a page is backed up from L1 to L2. From L2 it goes to L3 under every policy."""
 
     WRITE_THROUGH = "write_through"
+    SELECTIVE = "write_through_selective"
     WRITE_BACK = "write_back"
+
+
+class StateSnapshots(str, Enum):
+    """Which snapshots of a path are kept: all; so many that their distances from the end at least double; those that the path's last legal
+    lengths need. Beside them those where another path leaves this one."""
+
+    ALL = "all"
+    LOG = "log"
+    LAST = "last"
+
+
+class PrefetchPolicy(str, Enum):
+    """What ends a request's wait for pages on their way from L3.
+
+    ``best_effort``: its turn on the device; it never waits for data beyond that, and has what has arrived by then. ``timeout``: all are
+    there, or the deadline. ``wait_complete``: all are there; only the cap ends it before.
+    """
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True)
@@ -21,16 +43,25 @@ class Settings:
     """Lengths in tokens, times in seconds.
 
     ``grid``: chunk boundaries of the engine (0: none). ``exact``: resume on the grid from canonical bytes only. ``track_interval``:
-    distance of snapshots made during decode. ``storage``: whether L3 is attached. A read from L3 may take
-    ``prefetch_base_s + prefetch_per_1k_s * tokens / 1024``, at most ``prefetch_cap_s``.
+    distance of snapshots made during decode. ``storage``: whether L3 is attached. Under ``timeout`` what a request has from L3 may take
+    ``prefetch_base_s + prefetch_per_1k_s * tokens / 1024``, and under every policy at most ``prefetch_cap_s``.
+    ``prefetch_tokens_in_flight``: most tokens on their way from L3 at once. ``selective_threshold``: at which use a page is backed up
+    under ``write_through_selective``. ``device_reserve``: where pages are backed up later than they are made, the share of the device pools
+    that can be had without waiting for a copy. ``backup_bytes``: most bytes of a rank on their way to L3 at once that nobody waits for.
     """
 
     grid: int = 256
     exact: bool = True
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    selective_threshold: int = 2
+    device_reserve: float = 0.0
+    backup_bytes: int = 1 << 30
+    state_snapshots: StateSnapshots = StateSnapshots.ALL
     track_interval: int = 256
     storage: bool = True
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_threshold: int = 256
+    prefetch_tokens_in_flight: int = 1 << 20
     lookup_deadline_s: float = 2.0
     prefetch_base_s: float = 2.0
     prefetch_per_1k_s: float = 0.1
@@ -67,7 +98,9 @@ class Settings:
         return spec.step(self.grid if self.exact else None)
 
     def read_deadline(self, tokens: int) -> float:
-        """How long a read of ``tokens`` tokens from L3 may take, in seconds."""
+        """How long it may take to have ``tokens`` tokens from L3, in seconds."""
+        if self.prefetch_policy is not PrefetchPolicy.TIMEOUT:
+            return self.prefetch_cap_s
         return min(self.prefetch_cap_s, self.prefetch_base_s + self.prefetch_per_1k_s * tokens / 1024)
 
 

@@ -32,10 +32,12 @@ class Kind(str, Enum):
 
 
 class Shard(str, Enum):
-    """How the ranks of a group share a component: each its range of heads, or all of them the same bytes."""
+    """How the ranks of a group share a component: each its range of heads, all of them the same bytes, or each its pages, in turn (context
+    parallelism)."""
 
     HEADS = "heads"
     REPLICATED = "replicated"
+    CONTEXT = "context"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Component:
     ``reach``: V of a window, A of a chunked component, the distance between snapshots of a state (0: wherever the engine makes one).
     ``page_span``: how many base pages one page of this component covers. ``ratio``: tokens per stored entry. ``lookahead``: the last so
     many tokens of a hit must be recomputed (draft models). ``role``: ``target`` limits a resume, ``draft`` only reports its own length.
+    ``ranks``: those that hold it, as a pipeline stage holds its layers; empty: all.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Component:
     lookahead: int = 0
     role: str = "target"
     shard: Shard = Shard.HEADS
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.fields or not self.layers:
@@ -148,12 +152,25 @@ class CacheSpec:
             raise ConfigError(f"a cache spec needs components of unlike names; it has {names}")
         for c in self.components:
             c.entries(self.page_size)
+            if any(not 0 <= rank < self.ranks for rank in c.ranks) or len(set(c.ranks)) != len(c.ranks):
+                raise ConfigError(f"component {c.name!r} is on the ranks {c.ranks}; name each of the {self.ranks} ranks at most once")
 
     def __getitem__(self, name: str) -> Component:
         for c in self.components:
             if c.name == name:
                 return c
         raise KeyError(name)
+
+    def owners(self, component: Component) -> tuple[int, ...]:
+        """The ranks that hold a component."""
+        return component.ranks or tuple(range(self.ranks))
+
+    def owns(self, component: Component, rank: int, page: int) -> bool:
+        """Whether a rank holds its part of the component's page that ends with base page ``page``. Who does not, reports it present."""
+        owners = self.owners(component)
+        if component.shard is Shard.CONTEXT:
+            return owners[((page + 1) // component.page_span - 1) % len(owners)] == rank
+        return rank in owners
 
     def pages(self, tokens: int) -> int:
         """Pages needed to hold ``tokens`` tokens."""

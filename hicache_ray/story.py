@@ -23,6 +23,7 @@ class Wait(Enum):
 
     ENGINE = "its turn on the device"
     CHANGE = "something in flight to complete"
+    ARRIVAL = "pages on their way from storage; it ends with an answer that is late"
     ROOM = "host memory that others use; it ends with an answer that is late"
     WRITES = "writes to storage under way to end"
     QUIET = "all requests and backups to end"
@@ -113,7 +114,8 @@ class Phase(str, Enum):
 class Job:
     """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's.
 
-    ``era``: of the residency when it began.
+    ``era``: of the residency when it began. ``wanted``: pages of the resume that is being fetched; ``deadline``: until when, on the
+    group's clock, decided once. ``fork``: the length where a state is kept because it leaves a cached path soon after (0: nowhere).
     """
 
     request: Request
@@ -122,6 +124,9 @@ class Job:
     era: int = 0
     phase: Phase = Phase.QUEUED
     promised: int = 0
+    wanted: int = 0
+    deadline: float | None = None
+    fork: int = 0
     limit: Limit = Limit.NONE
     leases: list[Lease] = field(default_factory=list)
     storage_pages: set[tuple[str, int]] = field(default_factory=set)

@@ -30,14 +30,19 @@ class Tales:
         self._background = 0
         self._flushing: Tale | None = None
         self._dropping: dict[bytes, Tale] = {}
+        cache.restore.clock = clock
         self._held_back: deque[Tale] = deque()
 
     def _cut_short(self, flights: Sequence[Flight], why: str) -> None:
         """The stories of these go on without those who have not reported."""
         for flight in flights:
-            tale, flight.tale = flight.tale, None
+            tale, landed = flight.tale, flight.landed
+            flight.tale = flight.landed = None
             if tale is not None:
                 self._resume(tale, flight.cut_short(why))
+            elif landed is not None:
+                landed(flight.cut_short(why))
+                self._adopt_spawned()
 
     def _own_name(self, what: str) -> str:
         """For a story of the group's own. Callers choose their ids freely, so a name may be taken."""
@@ -120,15 +125,18 @@ class Tales:
                 self._engine.append(tale)
             elif waits is Wait.CHANGE:
                 tale.deadline = self._clock() + self.cache.settings.room_deadline_s
+            elif waits is Wait.ARRIVAL:
+                tale.deadline = tale.job.deadline if tale.job is not None else None
             elif waits is Wait.ROOM:
                 tale.deadline, tale.seen = self._clock() + self.cache.settings.prefetch_base_s, self._host_room()
             return
         self._launch(tale, waits)
 
-    def _launch(self, tale: Tale, record: Record) -> None:
-        tale.deadline = None  # a record has its own
+    def _launch(self, tale: Tale | None, record: Record, landed: Callable[[Merged], None] | None = None) -> None:
+        if tale is not None:
+            tale.deadline = None  # a record has its own
         to_store = isinstance(record, Lookup | Clear)
-        flight = Flight(record, tale, (STORE,) if to_store else self._ranks)
+        flight = Flight(record, tale, (STORE,) if to_store else self._ranks, landed=landed)
         # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
         if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
             flight.deadline = self._clock() + record.timeout_s
@@ -140,7 +148,24 @@ class Tales:
         self._flights[record.id] = flight
         self._outbox += [Envelope(rank, record, self.incarnation) for rank in flight.ranks]
 
+    def _revoke(self, record_id: int) -> None:
+        """Nobody wants it any more. What no rank has been given yet is not given out; else its slots stay leased until it is reported."""
+        flight = self._flights.get(record_id)
+        if flight is None:
+            return
+        flight.tale = flight.landed = None
+        waiting = [envelope for envelope in self._outbox if envelope.record is flight.record]
+        if len(waiting) == len(flight.ranks):
+            self._outbox = deque(envelope for envelope in self._outbox if envelope.record is not flight.record)
+            del self._flights[record_id]
+            self.cache.res.leases.release_all(flight.leases)
+
     def _adopt_spawned(self) -> None:
+        fetches = self.cache.restore.fetches
+        for record, landed in fetches.take_launched():
+            self._launch(None, record, landed)
+        for record_id in fetches.take_revoked():
+            self._revoke(record_id)
         while self.cache.spawned:
             name, story = self.cache.spawned.pop(0)
             tale = Tale(self._own_name(name), "backup", story)
@@ -164,6 +189,9 @@ class Tales:
                     tale.deadline = deadline
                 else:
                     moved = True
+            for tale in [t for t in self._tales.values() if t.waits is Wait.ARRIVAL and not self._awaits(t)]:
+                self._advance(tale, Merged())
+                moved = True
             moved |= self._more_room()
             for tale in [t for space, t in self._dropping.items() if t.waits is Wait.WRITES and not self._storing(space)]:
                 self._advance(tale)
@@ -177,6 +205,9 @@ class Tales:
             if flush is not None and flush.waits is Wait.QUIET and not self._disturbing():
                 self._advance(flush)
                 moved = True
+
+    def _awaits(self, tale: Tale) -> bool:
+        return tale.job is not None and self.cache.restore.fetches.waiting(tale.job)
 
     def _more_room(self) -> bool:
         """Where there is other room on the host than when they began to wait, those who wait for some look again, in the order in which
@@ -195,7 +226,7 @@ class Tales:
 
     def _host_room(self) -> tuple[int, ...]:
         res = self.cache.res
-        return tuple(res.room(place) for place in res.pools if place[0] is Tier.HOST)
+        return (*(res.room(place) for place in res.pools if place[0] is Tier.HOST), self.cache.restore.fetches.tokens)
 
     def _storing(self, space: bytes = b"") -> list[str]:
         """What writes to L3 at this moment, of a space or at all; also what its story has given up: it may still land."""

@@ -15,14 +15,14 @@ from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.copies import Mover, choose
 from hicache_ray.copies_fake import FakeDevice
-from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.errors import HiCacheError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, as_tokens, space_of
 from hicache_ray.pool import Pool
 from hicache_ray.records import Clear, Embedded, Lookup, Move, Outcome, Tokens
 from hicache_ray.residency import Residency
-from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.settings import PrefetchPolicy, Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
@@ -58,6 +58,7 @@ class Stack(Questions):
     recipe: Mapping[str, str] = field(default_factory=lambda: ANY)
     layout: str = "page_first_direct"
     max_requests: int = 1024
+    batch: int = 128
     settings: Mapping[str, Any] = field(default_factory=dict)
     devices: Sequence[FakeDevice] = ()
     events: list[Event] = field(default_factory=list, init=False)
@@ -68,15 +69,13 @@ class Stack(Questions):
     calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.prefetch_policy != "wait_complete":
-            raise ConfigError(f'prefetch_policy "{self.prefetch_policy}" is not in this version of the test kit; choose wait_complete')
         self.spec = CacheSpec("test", self.page, tuple(replace(c, name=name) for name, c in self.pools.items()), self.ranks)
         self.ns = self._namespace({})
         capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, self.l1), (Tier.HOST, self.l2)) for c in self.spec.components}
         policy = WritePolicy(self.write_policy)
         core = Settings(
             grid=self.grid or 0, exact=self.exact, write_policy=policy, track_interval=self.page,
-            prefetch_threshold=self.prefetch_threshold, **self.settings,
+            prefetch_policy=PrefetchPolicy(self.prefetch_policy), prefetch_threshold=self.prefetch_threshold, **self.settings,
         )  # fmt: skip
         self.res = Residency(self.spec, capacity)
         self.cache = Cache(self.res, core)
@@ -99,7 +98,7 @@ class Stack(Questions):
                 for tier, n, layout in ((Tier.DEVICE, self.l1, "layer_first"), (Tier.HOST, self.l2, self.layout))
             }
             mover, engine = self._parts(rank, at[Tier.DEVICE])
-            me = Rank(rank, self.spec, at, {name: of[rank] for name, of in self.tags.items()})
+            me = Rank(rank, self.spec, at, {name: of[rank] for name, of in self.tags.items()}, self.batch)
             self._engines.append(engine)
             self._executors.append(Executor(me, mover, self.store, engine.run, self.clock))
 
@@ -251,9 +250,9 @@ class Stack(Questions):
         self._collect()
         self.settle()
 
-    def flush(self, l1: bool = True, l2: bool = True, l3: bool = False, timeout: float | None = None) -> None:
+    def flush(self, l1: bool = True, l2: bool = True, l3: bool = False, timeout: float | None = None, preserve: bool = False) -> None:
         """Empty tiers. Raises :class:`~hicache_ray.errors.Busy` while requests run and there is no ``timeout``."""
-        name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout)
+        name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout, preserve)
         self._collect()
         while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
             if not self._round():

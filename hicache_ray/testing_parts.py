@@ -103,7 +103,7 @@ class ContentEngine:
         Of a component that looks ahead also of the tokens that follow.
         """
         end += component.lookahead
-        rank = 0 if component.shard is Shard.REPLICATED else self.rank
+        rank = self.rank if component.shard is Shard.HEADS else 0
         name = f"{component.name}/{rank}/".encode() + np.ascontiguousarray(tokens[:end], dtype="<i4").tobytes()
         return hashlib.shake_128(name).digest(component.page_bytes(self.spec.page_size))
 
@@ -125,15 +125,25 @@ class ContentEngine:
                 self.write(c, slot, self.content(c, tokens, end))
         return self.sampled(record, tokens)
 
+    def holds(self, component: Component, end: int) -> bool:
+        """Whether the page (snapshot) that ends with token ``end`` is this rank's."""
+        return self.spec.owns(component, self.rank, end // self.spec.page_size - 1)
+
     def made(self, component: Component, record: Compute) -> list[tuple[int, int]]:
-        """(length at its end, device slot) of the pages or snapshots that a record fills."""
+        """(length at its end, device slot) of the pages or snapshots that a record fills on this rank."""
+        return [(end, slot) for end, slot in self._made(component, record) if self.holds(component, end)]
+
+    def _made(self, component: Component, record: Compute) -> list[tuple[int, int]]:
         if component.is_state:
             return list(record.snapshots.get(component.name, ()))
         span, table = self.spec.page_size * component.page_span, record.tables[component.name]
         return [((page + 1) * span, int(table[page])) for page in range(_begin(component, record) // span, record.end // span)]
 
     def used(self, component: Component, record: Compute) -> list[tuple[int, int]]:
-        """(length at its end, device slot) of the whole pages, or the snapshot, that a model would read."""
+        """(length at its end, device slot) of the whole pages, or the snapshot, that a model would read on this rank."""
+        return [(end, slot) for end, slot in self._used(component, record) if self.holds(component, end)]
+
+    def _used(self, component: Component, record: Compute) -> list[tuple[int, int]]:
         if component.is_state:
             slot = record.resume.get(component.name, -1)
             return [(record.start, slot)] if slot >= 0 else []

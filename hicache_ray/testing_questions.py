@@ -102,7 +102,7 @@ class Questions:
         self._settle_devices()
         tokens = as_tokens(list(tokens))
         found = self._found(tokens)
-        names = found.path.names(pool, self._used(tokens, pool))
+        names = found.path.names(pool, [i for i in self._used(tokens, pool) if self.spec.owns(self.spec[pool], rank, i)])
         slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find(names))
         return b"".join(self._engines[rank].read(self.spec[pool], int(slot)) for slot in slots)
 
@@ -110,7 +110,8 @@ class Questions:
         """The bytes that a recompute would give in the place of :meth:`read`."""
         tokens = as_tokens(list(tokens))
         engine = self._engines[rank]
-        return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in self._used(tokens, pool))
+        mine = [i for i in self._used(tokens, pool) if self.spec.owns(self.spec[pool], rank, i)]
+        return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in mine)
 
     def _path(self, tokens: Tokens, ns: Namespace | None = None, spans: Sequence[Embedded] = ()) -> Path:
         return self.cache.path(page_keys(ns or self.ns, tokens, spans), tokens, spans)

@@ -7,7 +7,7 @@ exactly its own bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +22,22 @@ from hicache_ray.spec import Tier
 
 @dataclass(frozen=True)
 class Leg:
-    """One component of a transfer. ``keys`` name the objects; source and target slots are leased (storage has none)."""
+    """One component of a transfer. ``keys`` name the objects; source and target slots are leased (storage has none). ``pages``: where they
+    are in the path of the transfer; ``depth``: in their prompts, which a path of many prompts does not say."""
 
     component: str
     pages: npt.NDArray[np.int32]
     keys: tuple[bytes, ...]
     source: Lease | None
     target: Lease | None
+    depth: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     def span(self) -> Span:
         none = slots_array()
         source: Slots = self.source.slots if self.source else none
         target: Slots = self.target.slots if self.target else none
         keys = self.keys if self.source is None or self.target is None else ()
-        return Span(self.component, source, target, keys)
+        return Span(self.component, source, target, keys, self.depth)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def begin(res: Residency, holder: str, target: Tier, parts: Sequence[Part], path
             give = res.leases.take(holder, place, res.slots(place, res.index.find(names)))
         if target is not Tier.STORAGE:
             take = res.leases.alloc(holder, (target, part.component), len(names))
-        legs.append(Leg(part.component, part.pages, names, give, take))
+        depth = part.pages if source is Tier.STORAGE else res.index.depth(res.index.find(names))
+        legs.append(Leg(part.component, part.pages, names, give, take, depth))
     return Transfer(source, target, tuple(legs), res.era)
 
 

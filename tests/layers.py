@@ -17,7 +17,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "structures": ("lengths", "slots", "pool", "index", "lease", "policy", "residency", "resume", "story", "transfer"),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
-    "cache": ("cache", "descent", "restore"),
+    "cache": ("cache", "descent", "fetches", "persist", "restore"),
     "group": ("flights", "group", "tales"),
     "tools": (
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),

@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"cache.write_policy": "eager"},
-        'cache.write_policy is "eager"; choose one of write_through, write_back (set by flag --write-policy)',
+        'cache.write_policy is "eager"; choose one of write_through, write_through_selective, write_back (set by flag --write-policy)',
     ),
     ({"cache.io_backend": "magic"}, 'cache.io_backend is "magic"; choose one of auto, direct, kernel (set by flag --io-backend)'),
     ({"storage.backend": "s3"}, 'storage.backend is "s3"; choose one of arena, none (set by flag --storage-backend)'),

@@ -78,7 +78,9 @@ def test_t050_staged_batches_of_the_core(layout: str, monkeypatch: pytest.Monkey
     stack.prefetch("p", prompt)
     stack.settle()
     assert store.planned() == 0
-    assert stack.have("l2", "full", prompt) <= set(range(4))  # nothing that was not read
+    assert stack.have("l2", "full", prompt) == set(range(4))  # nothing that was not read, and what was is of use
+    assert [len(lease.slots) for lease in stack.res.leases.open()] == [4]
+    stack.abort("p")
     assert stack.res.leases.open() == ()
     stack.audit()
     assert stack.put(prompt).computed == 1  # the next read works

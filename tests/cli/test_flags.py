@@ -61,7 +61,6 @@ def test_unknown_flags_are_refused_with_what_to_do(args: list[str], sentence: st
         (("--model", "jamba"), ["jamba", "refused", "ignores the cached state"]),
         (("--layout", "diagonal"), ["cache.layout", "diagonal", "page_first_direct", "layer_first", "page_head"]),
         (("--write-policy", "sometimes"), ["cache.write_policy", "write_through", "write_back"]),
-        (("--write-policy", "write_through_selective"), ["cannot do yet", "write_through, write_back"]),
         (("--io-backend", "kernel"), ["cache.io_backend", "kernel", "choose one of auto, direct"]),
         (("--grid", "100"), ["cache.grid is 100", "cache.page_size (64)", "64 or 128"]),
         (("--page-size", "48"), ["cache.grid is 256", "cache.page_size (48)", "240 or 288"]),

@@ -14,6 +14,7 @@ from hicache_ray.errors import Busy, CapacityError, HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.keys import space_of
 from hicache_ray.records import Compute, Outcome, lane_of
+from hicache_ray.settings import StateSnapshots
 from hicache_ray.spec import Component, Tier
 from hicache_ray.story import Phase
 from hicache_ray.testing import Stack, chunked, full, state, window
@@ -67,8 +68,12 @@ class Life:
         self.stack = Stack(
             page=PAGE, pools=models, ranks=ranks, devices=[FakeDevice(slow(self.slow)) for _ in range(ranks)] if self.slow else (),
             l1=rng.randint(28, 40), l2=rng.randint(4, 50), l3=rng.choice([20, 1000]),
-            write_policy=rng.choice(["write_through", "write_back"]), exact=exact, grid=grid,
+            write_policy=rng.choice(["write_through", "write_through_selective", "write_back"]), exact=exact, grid=grid,
             layout=rng.choice(["page_first_direct", "page_first", "layer_first"]), max_requests=6,
+            prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]), settings={
+                "prefetch_tokens_in_flight": 150, "device_reserve": rng.choice([0.0, 0.4]), "backup_bytes": 5000,
+                "state_snapshots": StateSnapshots(rng.choice(["all", "log", "last"])),
+            },
         )  # fmt: skip
         self.prompts = prompts(rng)
 
@@ -144,7 +149,7 @@ class Life:
             return
         tiers = [t for t in Tier if self.rng.random() < 0.5]
         with contextlib.suppress(Busy):
-            self.stack.group.flush(tiers, self.rng.choice([None, 1.0, 100.0]))
+            self.stack.group.flush(tiers, self.rng.choice([None, 1.0, 100.0]), self.rng.random() < 0.3)
         self.stack._collect()
 
     def drop(self) -> None:

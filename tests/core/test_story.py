@@ -13,7 +13,7 @@ from hicache_ray.records import Clear, Compute, Digest, Lookup, Move, Outcome, R
 from hicache_ray.spec import Tier
 from hicache_ray.story import Ended
 from hicache_ray.testing import Served
-from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, prompt
+from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, is_move, prompt
 from tests.core.scenes import CROWDED, DIGESTS, FETCH, PREFETCH, SCENES, A, B, Scene, all_is_well_and_the_next_request_too, go_on
 
 scenes = pytest.mark.parametrize("scene", SCENES, ids=lambda s: s.name)
@@ -202,28 +202,28 @@ def test_two_requests_with_the_same_prompt() -> None:
     steps.stack.begin(B, "twin", decoded=70)
     steps.settle()
     assert steps.stack.served["r"] == Served(0, 0, 640, 130)
-    assert steps.stack.served["twin"] == Served(128, 0, 640, 2)  # it had read the same pages from storage itself
+    assert steps.stack.served["twin"] == Served(128, 0, 640, 2)  # it had waited for the same pages from storage
     all_is_well_and_the_next_request_too(FETCH, steps.stack)
 
 
 def test_pages_that_never_arrived_do_not_count_for_storage() -> None:
-    """The read of the twin fails; what it resumes from is what the other has brought to the device."""
+    """The read that two share brings nothing; what the second resumes from is what the other has made."""
     steps = FETCH.started()
     steps.stack.begin(B, "twin", decoded=70)
 
     def spoil(envelope: Envelope, outcome: Outcome) -> Outcome:
-        read = isinstance(envelope.record, Move) and envelope.record.rid == "twin" and envelope.record.source is Tier.STORAGE
+        read = isinstance(envelope.record, Move) and envelope.record.source is Tier.STORAGE
         return worse(outcome, "no bits") if read else outcome
 
     steps.run(spoil=spoil)
-    assert steps.stack.served["r"] == Served(0, 0, 640, 130)
+    assert steps.stack.served["r"] == Served(0, 0, 0, 770)
     assert steps.stack.served["twin"] == Served(768, 0, 0, 2)
     steps.settle()
     all_is_well_and_the_next_request_too(FETCH, steps.stack)
 
 
-def test_two_prefetches_of_the_same_prompt_adopt_one_anothers_pages() -> None:
-    """Both reads are under way before either has arrived: the first publishes, the other's slots are free again."""
+def test_two_prefetches_of_the_same_prompt_share_one_fetch() -> None:
+    """The second begins before anything has arrived: it waits for the pages of the first, and takes no host memory of its own."""
     steps = PREFETCH.started()
     stack = steps.stack
     stack.prefetch("other", B)
@@ -231,7 +231,8 @@ def test_two_prefetches_of_the_same_prompt_adopt_one_anothers_pages() -> None:
     assert [stack.poll(rid).state for rid in ("r", "other")] == ["ready", "ready"]
     assert [stack.poll(rid).tokens for rid in ("r", "other")] == [640, 640]
     stack.audit()
-    assert sum(c.adopted for c in stack.res.counters.values()) > 0
+    assert len({e.record.id for e in steps.seen if is_move(e, Tier.STORAGE, Tier.HOST)}) == 1
+    assert stack.cache.restore.fetches.counters.shared == 1
     assert stack.load("r") == 640
     assert stack.load("other") == 640
     steps.settle()

@@ -1,0 +1,326 @@
+"""Prefetch: what ends the wait, what of a part is kept, who shares what, what is given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hicache_ray.group import Envelope
+from hicache_ray.records import Compute, Lookup, Move, Outcome
+from hicache_ray.resume import Limit
+from hicache_ray.spec import Component, Tier
+from hicache_ray.testing import Served, Stack, full, state, window
+from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, is_move, prompt
+
+PAGE = 8
+#: 96 pages of 8 tokens and one token.
+LONG = prompt(1, PAGE * 96 + 1)
+KV: dict[str, Component] = {"full": full(layers=1)}
+HYBRID: dict[str, Component] = {"full": full(layers=1), "swa": window(30, layers=1), "state": state(PAGE, layers=1)}
+
+
+def stored(tokens: list[int] = LONG, **more: object) -> Stack:
+    """The prompt is in L3 and nowhere else."""
+    stack = Stack(**{"page": PAGE, "l1": 200, "l2": 200, "l3": 4000, "pools": KV, **more})  # type: ignore[arg-type]
+    stack.put(tokens)
+    stack.settle()
+    stack.flush()
+    stack.executed = [[] for _ in stack.executed]
+    return stack
+
+
+def reads(stack: Stack) -> list[Move]:
+    return [e.record for e in stack.executed[0] if isinstance(e.record, Move) and e.record.source is Tier.STORAGE]
+
+
+def is_read(envelope: Envelope) -> bool:
+    return is_move(envelope, Tier.STORAGE, Tier.HOST)
+
+
+def arrive(steps: Steps, records: int) -> None:
+    """So many records of reads are executed on all ranks, and the next one is due."""
+    for _ in range(records * steps.stack.ranks):
+        steps.stack.run(steps.until(is_read))
+
+
+def past(stack: Stack) -> float:
+    """To the next deadline; returns when that was."""
+    deadline = stack.group.next_deadline()
+    assert deadline is not None
+    stack.clock.advance(deadline - stack.clock())
+    stack.group.tick()
+    stack._collect()
+    return stack.clock()
+
+
+# -- what ends the wait ---------------------------------------------------------------------------------------------------------------
+
+
+def test_best_effort_has_what_has_arrived_when_the_turn_comes() -> None:
+    """Another request is at the device; when it ends, two records have arrived and the rest is revoked."""
+    stack = stored(prefetch_policy="best_effort")
+    stack.begin(prompt(2, 50), "first")
+    steps = Steps(stack)
+    steps.collect()
+    compute = steps.until(lambda e: isinstance(e.record, Compute))
+    stack.begin(LONG, "r")
+    arrive(steps, 2)
+    assert stack._jobs["r"].phase.value == "fetching"
+    stack.run(compute)
+    assert stack.cache.restore.fetches.of(stack._jobs["r"]) == []
+    steps.settle()
+    assert stack.served["r"] == Served(0, 0, 32 * PAGE, len(LONG) - 32 * PAGE)
+    assert stack._jobs["r"].limit is Limit.DEADLINE
+    assert stack.cache.restore.fetches.counters.revoked == 1
+    assert stack.clock() == 0.0
+    at_rest(stack)
+    all_bytes_are_right(stack, [LONG, prompt(2, 50)])
+
+
+def test_best_effort_at_an_idle_device_waits_for_the_answer_and_asks_for_nothing() -> None:
+    stack = stored(prefetch_policy="best_effort")
+    assert stack.put(LONG) == Served(0, 0, 0, len(LONG))
+    assert reads(stack) == []  # revoked before any rank was told
+    stack.settle()
+    at_rest(stack)
+
+
+def test_best_effort_of_a_prefetch_that_had_time() -> None:
+    stack = stored(prefetch_policy="best_effort")
+    stack.prefetch("r", LONG)
+    assert stack.load("r") == 96 * PAGE
+    assert stack._jobs["r"].limit is Limit.NONE
+    stack.settle()
+    at_rest(stack)
+
+
+def test_completion_is_handled_when_it_happens() -> None:
+    """The request is far back in the queue; its pages are committed and what the fetch holds is given back all the same."""
+    stack = stored(prefetch_policy="best_effort")
+    stack.begin(prompt(2, 50), "first")
+    steps = Steps(stack)
+    compute = steps.until(lambda e: isinstance(e.record, Compute))
+    stack.begin(LONG, "r")
+    steps.run()
+    assert stack.poll("r").state == "ready"
+    assert stack.probe(LONG).l2 == 96 * PAGE
+    assert stack.cache.restore.fetches.tokens == 0
+    stack.run(compute)
+    steps.settle()
+    assert stack.served["r"] == Served(0, 0, 96 * PAGE, 1)
+    at_rest(stack)
+
+
+@pytest.mark.parametrize(("policy", "seconds"), [("timeout", 2.0 + 0.1 * 768 / 1024), ("wait_complete", 30.0)])
+def test_the_deadline_ends_the_wait_and_what_has_arrived_is_kept(policy: str, seconds: float) -> None:
+    stack = stored(prefetch_policy=policy)
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    arrive(steps, 3)
+    late = [steps.until(is_read)]
+    assert past(stack) == pytest.approx(seconds)
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (48 * PAGE, Limit.DEADLINE.value)
+    assert stack.group.next_deadline() is None
+    assert stack.load("r") == 48 * PAGE
+    for envelope in late:
+        stack.run(envelope)
+    steps.settle()
+    assert stack.probe(LONG).l2 == 48 * PAGE
+    at_rest(stack)
+    all_bytes_are_right(stack, [LONG])
+
+
+@pytest.mark.parametrize("policy", ["timeout", "wait_complete"])
+def test_a_fallback_makes_half_of_a_hybrid_prompt_worth_something(policy: str) -> None:
+    """The snapshot and the window of half the length come with the first half of the pages, where the deadline may cut."""
+    stack = stored(prefetch_policy=policy, pools=HYBRID, ranks=2)
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    arrive(steps, 3)  # 48 pages
+    past(stack)
+    assert stack.poll("r").tokens == (48 * PAGE if policy == "timeout" else 0)
+    assert stack.poll("r").limit == Limit.DEADLINE.value
+    if policy == "timeout":
+        assert stack.have("l2", "state", LONG) == {48 * PAGE}
+        assert stack.have("l2", "swa", LONG) == {44, 45, 46, 47}
+    assert stack.res.pools[(Tier.HOST, "swa")].cached == (4 if policy == "timeout" else 0)
+    steps.settle()
+    stack.abort("r")
+    at_rest(stack)
+
+
+def test_no_host_memory_before_the_lookup_has_answered() -> None:
+    stack = stored(prefetch_policy="timeout")
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    lookup = steps.until(lambda e: isinstance(e.record, Lookup))
+    pool = stack.res.pools[(Tier.HOST, "full")]
+    assert (pool.free, pool.held) == (200, 0)
+    stack.run(lookup)
+    assert (pool.free, pool.held) == (104, 96)
+    steps.settle()
+
+
+# -- pages that move meanwhile ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_misses_a_page_and_the_reason_is_right() -> None:
+    """512 tokens, a snapshot at every page: page 5 is gone on one rank, so that 320 is the longest legal length there is."""
+    stack = stored(prompt(3, 512), page=64, pools={"full": full(), "state": state(64)}, ranks=2)
+    assert stack.store is not None
+    stack.store.fault("get", "gone", 3, only=(5,))
+    stack.prefetch("r", prompt(3, 512))
+    stack.settle()
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (320, Limit.ABSENT.value)
+    assert len(reads(stack)) == 2
+    assert stack.load("r") == 320
+    at_rest(stack)
+
+
+def test_pages_that_were_somewhere_else_for_a_moment() -> None:
+    """The read misses them once, the second lookup finds them: one retry, and all is there."""
+    stack = stored(ranks=2)
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+
+    def spoil(envelope: Envelope, outcome: Outcome) -> Outcome:
+        first = is_read(envelope) and envelope.rank == 1 and stack.cache.restore.fetches.counters.begun == 1
+        return replace(outcome, bits=tuple(b & ~2 for b in outcome.bits)) if first else outcome
+
+    steps.run(spoil=spoil)
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (96 * PAGE, Limit.NONE.value)
+    again = reads(stack)[-1].spans
+    assert [len(s) for s in again] == [6]  # what had arrived was kept
+    assert sum(isinstance(e.record, Lookup) for e in steps.seen) == 2
+    assert stack.load("r") == 96 * PAGE
+    at_rest(stack)
+    all_bytes_are_right(stack, [LONG])
+
+
+def test_there_is_one_retry_and_no_more() -> None:
+    stack = stored()
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    steps.run(spoil=lambda e, o: replace(o, bits=tuple(b & ~2 for b in o.bits)) if is_read(e) else o)
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (17 * PAGE, Limit.UNREAD.value)  # the second of each record
+    assert sum(isinstance(e.record, Lookup) for e in steps.seen) == 2
+    assert stack.cache.restore.fetches.counters.begun == 2
+    stack.abort("r")
+    at_rest(stack)
+
+
+def test_a_lookup_that_could_not_say_is_asked_once_more() -> None:
+    stack = stored()
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    asked = []
+
+    def spoil(envelope: Envelope, outcome: Outcome) -> Outcome:
+        if not isinstance(envelope.record, Lookup):
+            return outcome
+        asked.append(envelope)
+        return outcome if len(asked) > 1 else replace(outcome, found={"full": (0,), "full~": (0,)}, retry=True)
+
+    steps.run(spoil=spoil)
+    assert len(asked) == 2
+    assert stack.poll("r").tokens == 96 * PAGE
+    stack.abort("r")
+    at_rest(stack)
+
+
+# -- one fetch for many -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gives_up", [None, "a", "b"])
+@pytest.mark.parametrize("policy", ["timeout", "wait_complete", "best_effort"])
+def test_two_that_want_the_same_pages_share_one_fetch(policy: str, gives_up: str | None) -> None:
+    """The second goes on further than the first; whoever gives up, the other has its pages."""
+    longer = LONG + prompt(7, 200)
+    stack = stored(longer, prefetch_policy=policy, pools=HYBRID, ranks=2)
+    stack.prefetch("a", LONG)
+    steps = Steps(stack)
+    arrive(steps, 1)
+    stack.prefetch("b", longer)
+    while not stack.cache.restore.fetches.of(stack._jobs["b"]):
+        steps.next()
+    if gives_up is not None:
+        stack.abort(gives_up)
+        assert ended(stack, gives_up)[0].error is not None
+    steps.run()
+    length = {"a": 96 * PAGE, "b": 121 * PAGE}
+    for rid in {"a", "b"} - {gives_up}:
+        assert (stack.poll(rid).state, stack.poll(rid).tokens) == ("ready", length[rid])
+    times: dict[bytes, int] = {}
+    for record in reads(stack):
+        for span in record.spans:
+            for key in span.keys if span.component == "full" else ():
+                times[key] = times.get(key, 0) + 1
+    assert set(times.values()) == {1}
+    for rid in {"a", "b"} - {gives_up}:
+        assert stack.load(rid) == length[rid]
+    steps.settle()
+    at_rest(stack)
+    all_bytes_are_right(stack, [longer])
+
+
+def test_a_fetch_that_nobody_wants_any_more_stops() -> None:
+    stack = stored()
+    stack.prefetch("a", LONG)
+    steps = Steps(stack)
+    arrive(steps, 1)
+    stack.prefetch("b", LONG)
+    while not stack.cache.restore.fetches.of(stack._jobs["b"]):
+        steps.next()
+    before = len(reads(stack))
+    stack.abort("a")
+    stack.abort("b")
+    steps.run()
+    assert len(reads(stack)) - before <= 2  # those that the ranks had been given
+    assert stack.cache.restore.fetches.tokens == 0
+    assert stack.probe(LONG).l2 == 0
+    at_rest(stack)
+
+
+# -- a bound ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["load", "abort", "deadline"])
+def test_tokens_in_flight_have_a_bound(end: str) -> None:
+    """The second waits until the first has come to its end, whichever, and then has all of its own."""
+    other = prompt(5, PAGE * 96 + 1)
+    stack = Stack(page=PAGE, pools=KV, l1=300, l2=300, l3=4000, settings={"prefetch_tokens_in_flight": 1000}, prefetch_policy="timeout")
+    for tokens in (LONG, other):
+        stack.put(tokens)
+        stack.settle()
+    stack.flush()
+    fetches = stack.cache.restore.fetches
+    stack.prefetch("a", LONG)
+    steps = Steps(stack)
+    arrive(steps, 1)
+    assert fetches.tokens == 768
+    stack.prefetch("b", other)
+    while stack.group._tales["b"].waits.__class__ is Lookup:
+        steps.next()
+    assert fetches.tokens == 768
+    assert fetches.of(stack._jobs["b"]) == []
+    if end == "abort":
+        stack.abort("a")
+    elif end == "deadline":
+        steps.collect()
+        steps.queue, held = [], steps.queue
+        past(stack)
+        while fetches.of(stack._jobs["a"]):
+            past(stack)
+        steps.queue = held + steps.queue
+    steps.run()
+    assert fetches.tokens == 0
+    if end == "deadline":  # it had waited for as long as one waits for room, and took what fitted
+        assert stack.poll("b").limit == Limit.IN_FLIGHT.value
+        assert stack.poll("b").tokens == 1000 // PAGE * PAGE - 768
+    else:
+        assert stack.poll("b").tokens == 768
+    for rid in ("a", "b"):
+        stack.abort(rid)
+    steps.settle()
+    at_rest(stack)
