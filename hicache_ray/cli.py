@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from hicache_ray import cli_admin, cli_flags, cli_tables, cli_verify
+from hicache_ray import cli_admin, cli_flags, cli_size, cli_tables, cli_verify
 from hicache_ray.config_sources import Loaded
 from hicache_ray.errors import ConfigError, HiCacheError
 
@@ -33,6 +33,7 @@ app = typer.Typer(
     epilog="Every setting is a flag too, e.g. --storage-size 1GiB; see --print-config of serve for all of them.",
 )
 cli_admin.register(app)
+cli_size.register(app)
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with settings")]

@@ -85,6 +85,10 @@ class CacheConfig(Section):
     host_size: Size | None = Field(
         None, description="size of one rank's host pools; wins over host_ratio; null: use the ratio", json_schema_extra=_BYTES
     )
+    host_reserve: Size = Field(1024**3, description="memory of a node that the host pools leave free", json_schema_extra=_BYTES)
+    host_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8, description="of a node's free memory beyond the reserve, how much the host pools of all its ranks take at most by host_ratio"
+    )
     state_snapshots: Literal["all", "log", "last"] = Field("all", description="which state snapshots of a path are kept")
     prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
         "timeout", description="what ends a request's wait for pages from storage: all are there, or the deadline"

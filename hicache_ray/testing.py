@@ -36,7 +36,8 @@ __all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "
 
 @dataclass
 class Stack(Questions):
-    """One cache group. Capacities in pages per component (snapshots: a page's worth each); see ``cases.md`` for the words.
+    """One cache group. Capacities in pages per component (snapshots: a page's worth each), ``l2`` also by component; see ``cases.md``
+    for the words.
 
     ``devices``: one for each rank, whose queues then run its copies and its engine; without them a copy is done when it returns.
     """
@@ -44,7 +45,7 @@ class Stack(Questions):
     page: int = 64
     pools: Mapping[str, Component] = field(default_factory=lambda: {"full": full()})
     l1: int = 64
-    l2: int = 64
+    l2: int | Mapping[str, int] = 64
     l3: int = 1024
     write_policy: str = "write_through"
     prefetch_policy: str = "wait_complete"
@@ -72,7 +73,8 @@ class Stack(Questions):
             raise ConfigError(f'prefetch_policy "{self.prefetch_policy}" is not in this version of the test kit; choose wait_complete')
         self.spec = CacheSpec("test", self.page, tuple(replace(c, name=name) for name, c in self.pools.items()), self.ranks)
         self.ns = self._namespace({})
-        capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, self.l1), (Tier.HOST, self.l2)) for c in self.spec.components}
+        host = self.l2 if isinstance(self.l2, Mapping) else {c.name: self.l2 for c in self.spec.components}
+        capacity = {(Tier.DEVICE, c.name): self.l1 for c in self.spec.components} | {(Tier.HOST, name): n for name, n in host.items()}
         policy = WritePolicy(self.write_policy)
         core = Settings(
             grid=self.grid or 0, exact=self.exact, write_policy=policy, track_interval=self.page,
@@ -95,8 +97,8 @@ class Stack(Questions):
         self._engines, self._executors = [], []
         for rank in range(self.ranks):
             at = {
-                tier: {c.name: Pool(c, self.page, n, layout) for c in self.spec.components}
-                for tier, n, layout in ((Tier.DEVICE, self.l1, "layer_first"), (Tier.HOST, self.l2, self.layout))
+                tier: {c.name: Pool(c, self.page, capacity[(tier, c.name)], layout) for c in self.spec.components}
+                for tier, layout in ((Tier.DEVICE, "layer_first"), (Tier.HOST, self.layout))
             }
             mover, engine = self._parts(rank, at[Tier.DEVICE])
             me = Rank(rank, self.spec, at, {name: of[rank] for name, of in self.tags.items()})

@@ -21,10 +21,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "group": ("flights", "group", "tales"),
     "tools": (
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
+        *("host_memory", "machine", "sizing_plan"),
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
         *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
     ),
-    "cli": ("cli", "cli_admin", "cli_flags", "cli_tables", "cli_verify"),
+    "cli": ("cli", "cli_admin", "cli_flags", "cli_size", "cli_tables", "cli_verify"),
 }
 #: Layers that are a folder: everything in it belongs to them.
 FOLDERS = ("storage", "integrations", "verify", "actors")
