@@ -12,6 +12,7 @@ import numpy as np
 from hicache_ray import backup, evict, lengths, transfer
 from hicache_ray.index import ABSENT
 from hicache_ray.lease import Lease, Place
+from hicache_ray.ledger import REFUSED, Gone
 from hicache_ray.match import match
 from hicache_ray.policy import Entries
 from hicache_ray.records import Merged, Move
@@ -160,6 +161,9 @@ class Descent:
                 sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
                 self.res.index.set_durable((Tier.HOST, leg.component), entries)
+                refused = tuple(k for i, k in enumerate(leg.keys) if not bits >> i & 1)
+                if refused:
+                    self.res.gone.append(Gone((Tier.STORAGE, leg.component), refused, REFUSED))
         finally:
             transfer.close(self.res, moved)
 

@@ -18,6 +18,7 @@ from hicache_ray.resume import Limit, Match, Part, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
 from hicache_ray.story import Job, Phase, Story, Wait
+from hicache_ray.why import Evidence
 
 
 class Restore:
@@ -56,12 +57,15 @@ class Restore:
             found = yield from self._ask(job, found)
             found = yield from self._wait_for_room(job, found)
         chosen = plan.choose(found, self._threshold, lambda p: prefetch.fits(self.res, found, p))
-        job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
+        job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
+        job.evidence = Evidence(found, chosen, job.told)
         self.hold(job, found, chosen, (Tier.HOST,))
         incoming = chosen.of(Tier.STORAGE)
         if incoming:
             job.phase = Phase.FETCHING
             found = yield from self._read(job, found, chosen, incoming)
+            if found.longest(*LOCAL) < chosen.length and job.limit in (Limit.NONE, Limit.ABSENT):
+                job.limit = Limit.DEADLINE if job.late else Limit.UNREAD
             self.hold(job, found, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
         job.promised = found.longest(*LOCAL) * self.spec.page_size
         job.phase = Phase.DECLINED if job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM) and not incoming else Phase.READY
@@ -77,7 +81,7 @@ class Restore:
                 break
         if self.stale(job):
             return self.match(job)
-        found = self.match(job).with_storage(told)
+        found, job.told = self.match(job).with_storage(told), told
         if job.limit is not Limit.LOOKUP:
             prefetch.note(self.res, found)
         return found
@@ -98,6 +102,11 @@ class Restore:
             if answer.late:
                 return found
 
+    def _reason(self, job: Job, limit: Limit) -> Limit:
+        """The end of what the prompt allows may be the caller's own."""
+        asked = job.request.limit
+        return Limit.CALLER if limit is Limit.NONE and asked is not None and asked < len(job.request.tokens) - 1 else limit
+
     @property
     def _threshold(self) -> int:
         """Pages that storage must add at least."""
@@ -114,6 +123,7 @@ class Restore:
         try:
             deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
             got = yield Move(self._next_id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
+            job.late = got.late
             # Others have come and gone meanwhile, and room was made: what is local is asked anew.
             prefetch.commit(self.res, self.match(job), moved, got.bits)
             found = self.match(job)

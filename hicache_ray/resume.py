@@ -114,9 +114,13 @@ class Limit(str, Enum):
     """What kept a resume from being longer."""
 
     NONE = "nothing: the prompt itself ends here"
+    CALLER = "the request itself asked for no more (logprob_start)"
     ABSENT = "no tier has what a longer resume needs"
     THRESHOLD = "too little to gain from storage (cache.prefetch_threshold)"
     HOST_ROOM = "no host memory for more"
+    DEADLINE = "storage did not deliver in time"
+    UNREAD = "storage could not deliver what it had promised"
+    COST = "recomputing is sooner done than loading (cache.load_or_recompute)"
     LOAD_FAILED = "a copy from the host failed"
     LOOKUP = "storage did not answer in time"
 

@@ -15,7 +15,8 @@ from typing import TypeAlias
 from hicache_ray.keys import Namespace, space_of
 from hicache_ray.lease import Lease
 from hicache_ray.records import Embedded, Merged, Record, Tokens
-from hicache_ray.resume import Limit, Path
+from hicache_ray.resume import Limit, Path, Plan
+from hicache_ray.why import Evidence
 
 
 class Wait(Enum):
@@ -75,11 +76,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Ended:
-    """Event: a story is over, well (``report`` of a request) or not."""
+    """Event: a story is over, well (``report`` of a request) or not. ``job``: of a request, for those who ask why it went as it did."""
 
     rid: str
     report: Report | None = None
     error: Exception | None = None
+    job: Job | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Phase(str, Enum):
 class Job:
     """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's.
 
-    ``era``: of the residency when it began.
+    ``era``: of the residency when it began. ``told``: what L3 has said, ``late``: whether it did not deliver in time. ``evidence``: of the
+    plan; ``resumed``: what it has come to, with the tier that each page came from.
     """
 
     request: Request
@@ -125,6 +128,10 @@ class Job:
     limit: Limit = Limit.NONE
     leases: list[Lease] = field(default_factory=list)
     storage_pages: set[tuple[str, int]] = field(default_factory=set)
+    told: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    late: bool = False
+    evidence: Evidence | None = None
+    resumed: Plan | None = None
 
     @property
     def space(self) -> bytes:

@@ -17,6 +17,7 @@ from hicache_ray.copies import Mover, choose
 from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import ConfigError, HiCacheError
 from hicache_ray.executor import Executor, Rank
+from hicache_ray.explain import Explainer
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, as_tokens, space_of
 from hicache_ray.pool import Pool
@@ -73,8 +74,8 @@ class Stack(Questions):
             raise ConfigError(f'prefetch_policy "{self.prefetch_policy}" is not in this version of the test kit; choose wait_complete')
         self.spec = CacheSpec("test", self.page, tuple(replace(c, name=name) for name, c in self.pools.items()), self.ranks)
         self.ns = self._namespace({})
-        host = self.l2 if isinstance(self.l2, Mapping) else {c.name: self.l2 for c in self.spec.components}
-        capacity = {(Tier.DEVICE, c.name): self.l1 for c in self.spec.components} | {(Tier.HOST, name): n for name, n in host.items()}
+        of = [(Tier.DEVICE, self.l1), (Tier.HOST, self.l2)]
+        capacity = {(t, c.name): n if isinstance(n, int) else n[c.name] for t, n in of for c in self.spec.components}
         policy = WritePolicy(self.write_policy)
         core = Settings(
             grid=self.grid or 0, exact=self.exact, write_policy=policy, track_interval=self.page,
@@ -86,6 +87,7 @@ class Stack(Questions):
         page_bytes = sum(c.page_bytes(self.page) for c in self.spec.components) * self.ranks
         if self.store is None:
             self.store = FaultyStore(MemoryStore(self.l3 * page_bytes), wait=self.clock.advance)
+        self.explainer = Explainer(core)
         self.tags = tags_of(self.spec, self.recipe)
         describe(self.store, self.spec, self.recipe, 1.0)
         self._prompts: dict[str, Tokens] = {}
@@ -144,7 +146,7 @@ class Stack(Questions):
         return self.poll(rid)
 
     def load(self, rid: str) -> int:
-        """L2 to L1 of a prefetched prompt; returns the length it can resume from, in tokens."""
+        """L2 to L1 of a prefetched prompt; returns the length it can resume from."""
         while self._jobs[rid].phase in (Phase.QUEUED, Phase.LOOKUP, Phase.FETCHING) and self._round():
             pass
         self.group.proceed(rid)
@@ -230,6 +232,7 @@ class Stack(Questions):
         self._inbox += self.group.take()
         for event in self.group.events():
             self.events.append(event)
+            self.explainer.hear(event)
             if isinstance(event, Sampled):
                 self.outputs.setdefault(event.rid, []).extend(event.tokens)
             elif isinstance(event, Ended) and event.error is not None:
@@ -257,25 +260,24 @@ class Stack(Questions):
         """Empty tiers. Raises :class:`~hicache_ray.errors.Busy` while requests run and there is no ``timeout``."""
         name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout)
         self._collect()
-        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
-            if not self._round():
-                raise HiCacheError("the flush waits for something that nothing under way will bring")
-        if name in self.errors:
-            raise self.errors[name]
+        self._until_ended(name, "the flush")
 
     def drop_space(self, **namespace: str) -> Dropped:
         """Drop everything of a namespace (fields to change) from all tiers, with whatever is under way. Raises what kept it from that."""
         name = self.group.drop_space(space_of(self._namespace(namespace).digest()))
         self._collect()
-        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
-            if not self._round():
-                raise HiCacheError("the drop waits for something that nothing under way will bring")
-        if name in self.errors:
-            raise self.errors[name]
+        self._until_ended(name, "the drop")
         return next(e for e in self.events if isinstance(e, Dropped) and e.rid == name)
 
+    def _until_ended(self, name: str, what: str) -> None:
+        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
+            if not self._round():
+                raise HiCacheError(f"{what} waits for something that nothing under way will bring")
+        if name in self.errors:
+            raise self.errors[name]
+
     def detach(self) -> None:
-        """L3 is taken away; the ranks' handles stay, as those of real ones do until they have let go."""
+        """L3 is taken away; the ranks' handles stay."""
         self.group.detach()
         self._collect()
 

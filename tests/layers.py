@@ -15,7 +15,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("errors", "config", "config_problems", "config_sizes", "config_sources"),
         *("spec", "templates", "families", "layout", "keys", "records", "settings", "store"),
     ),
-    "structures": ("lengths", "slots", "pool", "index", "lease", "policy", "residency", "resume", "story", "transfer"),
+    "structures": ("lengths", "slots", "pool", "index", "lease", "ledger", "policy", "residency", "resume", "story", "transfer", "why"),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
     "cache": ("cache", "descent", "restore"),
     "group": ("flights", "group", "tales"),
@@ -23,7 +23,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
         *("host_memory", "machine", "sizing_plan"),
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
-        *("explain", "ledger", "metrics", "simulate", "sizing", "trace"),
+        *("explain", "metrics", "simulate", "sizing", "trace"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_size", "cli_tables", "cli_verify"),
 }
