@@ -16,7 +16,7 @@ from hicache_ray.config_sources import changed
 from hicache_ray.errors import ConfigError
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
-from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.settings import LoadPolicy, Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig
 
@@ -50,6 +50,11 @@ def settings_of(config: Config) -> Settings:
         prefetch_cap_s=c.prefetch_timeout_cap_s,
         copy_deadline_s=c.load_deadline_s,
         compute_deadline_s=config.engine.forward_deadline_s,
+        load_or_recompute=LoadPolicy(c.load_or_recompute),
+        prefill_tokens_per_s=c.prefill_tokens_per_s,
+        prefill_growth_per_1k=c.prefill_growth_per_1k,
+        storage_bytes_per_s=c.storage_bytes_per_s,
+        host_bytes_per_s=c.host_bytes_per_s,
     )
 
 

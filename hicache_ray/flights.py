@@ -46,7 +46,7 @@ class Tale:
 
 @dataclass
 class Flight:
-    """A record that the ranks are executing. ``tale`` is None once its story went on without it."""
+    """A record that the ranks are executing. ``tale`` is None once its story went on without it. ``begun``: when."""
 
     record: Record
     tale: Tale | None
@@ -54,6 +54,7 @@ class Flight:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     deadline: float | None = None
     leases: list[Lease] = field(default_factory=list)
+    begun: float = 0.0
 
     @property
     def of_storage(self) -> bool:

@@ -170,9 +170,12 @@ class Group(Tales):
             return
         del self._flights[record_id]
         self.cache.res.leases.release_all(flight.leases)
-        tale, merged = flight.tale, None
-        if tale is not None:
+        tale, cost = flight.tale, self.cache.restore.cost
+        if tale is not None or cost is not None:
             merged = merge(flight.record, [flight.outcomes[r] for r in flight.ranks])
+            if cost is not None:
+                cost.learn(flight.record, merged, self._clock() - flight.begun)
+        if tale is not None:
             self._resume(tale, merged)
         elif isinstance(flight.record, Clear):
             self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since

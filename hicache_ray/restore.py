@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from hicache_ray import compute, evict, load, plan, prefetch, transfer
+from hicache_ray.cost import Cost
 from hicache_ray.descent import Descent
 from hicache_ray.keys import tagged
 from hicache_ray.match import match
 from hicache_ray.records import Lookup, Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.resume import Limit, Match, Part, Plan
-from hicache_ray.settings import Settings
+from hicache_ray.settings import LoadPolicy, Settings
 from hicache_ray.spec import Tier
 from hicache_ray.story import Job, Phase, Story, Wait
 from hicache_ray.why import Evidence
@@ -30,6 +31,7 @@ class Restore:
         self.settings = settings
         self._next_id = next_id
         self.descent = descent
+        self.cost = Cost(res.spec, settings) if settings.load_or_recompute is LoadPolicy.COST else None
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
@@ -53,12 +55,12 @@ class Restore:
         """
         found = self.match(job)
         if self.res.storage and found.longest(*LOCAL) < found.ceiling:
-            job.phase = Phase.LOOKUP
             found = yield from self._ask(job, found)
-            found = yield from self._wait_for_room(job, found)
+            found = (yield from self._wait_for_room(job, found)) if self.cost is None else found
         chosen = plan.choose(found, self._threshold, lambda p: prefetch.fits(self.res, found, p))
+        chosen, decision = self._weigh(job, found, chosen)
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
-        job.evidence = Evidence(found, chosen, job.told)
+        job.evidence = Evidence(found, chosen, job.told, decision)
         self.hold(job, found, chosen, (Tier.HOST,))
         incoming = chosen.of(Tier.STORAGE)
         if incoming:
@@ -73,8 +75,15 @@ class Restore:
     def _ask(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
         """What L3 says that it has. An answer from before a drop is none."""
         told: dict[str, tuple[int, ...]] = {}
+        wait_s = self.settings.lookup_deadline_s
+        if self.cost is not None:
+            wait_s = min(wait_s, self.cost.ask_s(found, len(job.request.tokens)))
+            if not wait_s:
+                job.limit = Limit.COST
+                return found
+        job.phase = Phase.LOOKUP
         for keys, names in self.questions(found):
-            answer = yield Lookup(self._next_id(), job.request.rid, keys, names, self.settings.lookup_deadline_s)
+            answer = yield Lookup(self._next_id(), job.request.rid, keys, names, wait_s)
             told |= answer.found
             if answer.late or answer.error:
                 job.limit = Limit.LOOKUP
@@ -102,6 +111,18 @@ class Restore:
             if answer.late:
                 return found
 
+    def _weigh(self, job: Job, found: Match, chosen: Plan) -> tuple[Plan, Mapping[str, float | str]]:
+        """The plan by which the first token is there soonest, and the numbers behind it."""
+        if self.cost is None:
+            return chosen, {}
+        choice = self.cost.choose(found, len(job.request.tokens), chosen.length)
+        job.patience_s = choice.patience_s
+        if choice.length < chosen.length:
+            chosen = plan.at(found, choice.length, Limit.COST)
+            if not prefetch.fits(self.res, found, chosen):
+                chosen = plan.at(found, self.cost.local(found, len(job.request.tokens)), Limit.COST)
+        return chosen, choice.numbers
+
     def _reason(self, job: Job, limit: Limit) -> Limit:
         """The end of what the prompt allows may be the caller's own."""
         asked = job.request.limit
@@ -121,7 +142,7 @@ class Restore:
         evict.drop(self.res, Tier.HOST, victims)
         moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.path)
         try:
-            deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
+            deadline = min(job.patience_s, self.settings.read_deadline(chosen.length * self.spec.page_size))
             got = yield Move(self._next_id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
             job.late = got.late
             # Others have come and gone meanwhile, and room was made: what is local is asked anew.
@@ -150,7 +171,8 @@ class Restore:
 
     def _load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:
         era, found = self.res.era, self.match(job)
-        resumed = plan.at(found, found.longest(*LOCAL))
+        k = found.longest(*LOCAL) if self.cost is None else self.cost.local(found, len(job.request.tokens))
+        resumed = plan.at(found, k)
         job.phase = Phase.LOADING
         self.hold(job, found, resumed)
         need = dict(self.need(job, resumed))

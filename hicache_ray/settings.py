@@ -16,6 +16,13 @@ class WritePolicy(str, Enum):
     WRITE_BACK = "write_back"
 
 
+class LoadPolicy(str, Enum):
+    """How far to resume: as far as what is cached allows, or where the first token is there soonest."""
+
+    ALWAYS_LOAD = "always_load"
+    COST = "cost"
+
+
 @dataclass(frozen=True)
 class Settings:
     """Lengths in tokens, times in seconds.
@@ -23,6 +30,7 @@ class Settings:
     ``grid``: chunk boundaries of the engine (0: none). ``exact``: resume on the grid from canonical bytes only. ``track_interval``:
     distance of snapshots made during decode. ``storage``: whether L3 is attached. A read from L3 may take
     ``prefetch_base_s + prefetch_per_1k_s * tokens / 1024``, at most ``prefetch_cap_s``.
+    The last four are what :mod:`hicache_ray.cost` begins with, of one rank; 0: it is to find out.
     """
 
     grid: int = 256
@@ -38,6 +46,11 @@ class Settings:
     copy_deadline_s: float = 30.0
     compute_deadline_s: float = 120.0
     room_deadline_s: float = 30.0
+    load_or_recompute: LoadPolicy = LoadPolicy.ALWAYS_LOAD
+    prefill_tokens_per_s: float = 0.0
+    prefill_growth_per_1k: float = 0.0
+    storage_bytes_per_s: float = 0.0
+    host_bytes_per_s: float = 0.0
 
     def check(self, spec: CacheSpec) -> None:
         """Raise :class:`ConfigError` where settings and spec do not go together."""

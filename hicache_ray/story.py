@@ -7,6 +7,7 @@ drives it (:class:`hicache_ray.group.Group`) performs nothing itself either. A s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -115,8 +116,8 @@ class Phase(str, Enum):
 class Job:
     """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's.
 
-    ``era``: of the residency when it began. ``told``: what L3 has said, ``late``: whether it did not deliver in time. ``evidence``: of the
-    plan; ``resumed``: what it has come to, with the tier that each page came from.
+    ``era``: of the residency when it began. ``told``: what L3 has said, ``late``: whether it did not deliver within ``patience_s``.
+    ``evidence``: of the plan; ``resumed``: what it has come to, with the tier that each page came from.
     """
 
     request: Request
@@ -130,6 +131,7 @@ class Job:
     storage_pages: set[tuple[str, int]] = field(default_factory=set)
     told: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     late: bool = False
+    patience_s: float = math.inf
     evidence: Evidence | None = None
     resumed: Plan | None = None
 

@@ -137,7 +137,7 @@ class Tales:
     def _launch(self, tale: Tale, record: Record) -> None:
         tale.deadline = None  # a record has its own
         to_store = isinstance(record, Lookup | Clear)
-        flight = Flight(record, tale, (STORE,) if to_store else self._ranks)
+        flight = Flight(record, tale, (STORE,) if to_store else self._ranks, begun=self._clock())
         # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
         if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
             flight.deadline = self._clock() + record.timeout_s

@@ -158,7 +158,6 @@ class Stack(Questions):
         return self._jobs[rid].promised
 
     def abort(self, rid: str) -> None:
-        """Give up, at any point."""
         self.group.cancel(rid)
         self._collect()
 
@@ -180,8 +179,7 @@ class Stack(Questions):
 
     def pending(self) -> list[Envelope]:
         """Envelopes that no rank has executed yet: a test may run them in an order of its own, each once, with :meth:`run`."""
-        out, self._inbox = self._inbox, []
-        return out
+        return [self._inbox.pop(0) for _ in range(len(self._inbox))]
 
     def run(self, envelope: Envelope) -> None:
         """One rank executes one record and reports it."""

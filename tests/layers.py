@@ -15,7 +15,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("errors", "config", "config_problems", "config_sizes", "config_sources"),
         *("spec", "templates", "families", "layout", "keys", "records", "settings", "store"),
     ),
-    "structures": ("lengths", "slots", "pool", "index", "lease", "ledger", "policy", "residency", "resume", "story", "transfer", "why"),
+    "structures": (
+        *("cost", "lengths", "slots", "pool", "index", "lease", "ledger"),
+        *("policy", "residency", "resume", "story", "transfer", "why"),
+    ),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
     "cache": ("cache", "descent", "restore"),
     "group": ("flights", "group", "tales"),
