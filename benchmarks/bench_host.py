@@ -47,7 +47,7 @@ def _seconds(size: int, threads: int, pin: Callable[[Any], None]) -> float:
     out = []
     for _ in range(2):
         begin = time.perf_counter()
-        memory = touched(size, threads)
+        memory = touched(size, threads, shared=True)
         pin(memory)
         out.append(time.perf_counter() - begin)
         del memory

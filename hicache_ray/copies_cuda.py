@@ -196,7 +196,7 @@ class Pinned:
     """``size`` bytes of pinned host memory, zeroed: exactly so many, not rounded up to a power of two as torch's host allocator does."""
 
     def __init__(self, size: int, runtime: Runtime) -> None:
-        self.bytes = touched(size)
+        self.bytes = touched(size, shared=True)
         self._runtime = runtime
         self.address = int(self.bytes.ctypes.data)
         runtime.register(self.address, size)

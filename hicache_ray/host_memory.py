@@ -20,9 +20,14 @@ TOUCHERS = 8
 LEAST = 1 << 22
 
 
-def touched(size: int, threads: int | None = None) -> Any:
-    """Anonymous memory of ``size`` > 0 bytes (a writable uint8 array over it), zeroed by touch: threads have taken a share each."""
-    out: Any = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+def touched(size: int, threads: int | None = None, shared: bool = False) -> Any:
+    """Anonymous memory of ``size`` > 0 bytes (a writable uint8 array over it), zeroed by touch: threads have taken a share each.
+
+    ``shared``: it stays where it is when the process forks, as a device that has it mapped must be able to expect; else the kernel may use
+    huge pages.
+    """
+    flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+    out: Any = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint8)
     count = min(threads or min(TOUCHERS, cores()), max(1, size // LEAST))
     share = -(-size // count)
     parts = [out[at : at + share] for at in range(0, size, share)]

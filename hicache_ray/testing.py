@@ -119,9 +119,7 @@ class Stack(Questions):
 
     def put(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> Served:
         """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change;
-        ``spans``: what is embedded.
-
-        Its backup is under way when this returns; :meth:`settle` lets it complete.
+        ``spans``: what is embedded. Its backup is under way when this returns; :meth:`settle` lets it complete.
         """
         rid = self.begin(tokens, rid, decoded, **more)
         while rid not in self.served and rid not in self.errors:
