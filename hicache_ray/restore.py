@@ -66,7 +66,7 @@ class Restore:
         if incoming:
             job.phase = Phase.FETCHING
             found = yield from self._read(job, found, chosen, incoming)
-            if found.longest(*LOCAL) < chosen.length and job.limit in (Limit.NONE, Limit.ABSENT):
+            if self.res.storage and found.longest(*LOCAL) < chosen.length and job.limit in (Limit.NONE, Limit.ABSENT):
                 job.limit = Limit.DEADLINE if job.late else Limit.UNREAD
             self.hold(job, found, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
         job.promised = found.longest(*LOCAL) * self.spec.page_size
