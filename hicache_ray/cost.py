@@ -7,7 +7,8 @@ durations are given.
 **The promise.** With a store of stationary speed, however slow, a request is at most 5 % slower than without the store. Two things hold it:
 
 * A link's time is *bounded* by what was measured: for ``b`` bytes it takes at most ``T * max(1, b / B)`` where ``B`` bytes took ``T``, as
-  long as its time is some latency and then in proportion. A load is trusted only where the bound beats recomputing.
+  long as its time is some latency and then in proportion; a read in several records takes as much for each. A load is trusted only
+  where the bound beats recomputing.
 * What has not been measured is tried with a deadline of :data:`PATIENCE` of the time that recomputing takes; so is the question to the
   store. What is late is measured all the same, when it ends. One try is under way at a time; after a link has been found too slow it is
   tried again at every :data:`AGAIN`-th request that would have used it.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hicache_ray import lengths
+from hicache_ray import lengths, transfer
 from hicache_ray.records import Compute, Lookup, Merged, Move, Record
 from hicache_ray.resume import ORDER, Match
 from hicache_ray.settings import Settings
@@ -142,12 +143,13 @@ class Cost:
         page = self._spec.page_size
         best, trusted_s, load_s, hopeful_s = near, recompute_s, 0.0, 0.0
         for k in _some(found.lengths(*ORDER) & lengths.ones(most + 1)):
-            far, up = self._needs(found, k)
+            far, up, reads = self._needs(found, k)
             if not far:
                 continue
             rest = self.prefill(k * page, count) + self._up(up)
-            if (total := self.storage.most(far) + rest) < trusted_s:
-                best, trusted_s, load_s = k, total, self.storage.most(far)
+            read_s = reads * self.storage.most(far / reads)
+            if read_s + rest < trusted_s:
+                best, trusted_s, load_s = k, read_s + rest, read_s
             if k == most:
                 hopeful_s = rest + max(self.storage.least(far), 0.0 if self.storage.seen else far * self.hope_s)
         numbers: dict[str, float | str] = {
@@ -183,9 +185,9 @@ class Cost:
         """L2 to L1. Never measured: no reason to fear it."""
         return self.host.most(size) if size and self.host.seen else 0.0
 
-    def _needs(self, found: Match, k: int) -> tuple[int, int]:
-        """Bytes that a resume at ``k`` pages needs from L3, and that it needs from L2 and L3."""
-        far = up = 0
+    def _needs(self, found: Match, k: int) -> tuple[int, int, int]:
+        """Bytes that a resume at ``k`` pages needs from L3, and that it needs from L2 and L3; the records in which those from L3 come."""
+        far = up = most = 0
         for c in self._spec.components:
             pages = lengths.needed(c, k, self._spec.page_size)
             if c.role == "draft" or not pages:
@@ -194,8 +196,9 @@ class Cost:
             size = c.page_bytes(self._spec.page_size)
             wanted &= ~found.present.get(Tier.DEVICE, {}).get(c.name, 0)
             up += wanted.bit_count() * size
-            far += (wanted & ~found.present.get(Tier.HOST, {}).get(c.name, 0)).bit_count() * size
-        return far, up
+            absent = (wanted & ~found.present.get(Tier.HOST, {}).get(c.name, 0)).bit_count()
+            far, most = far + absent * size, max(most, absent)
+        return far, up, -(-most // transfer.piece(most))
 
 
 def _some(legal: int) -> list[int]:

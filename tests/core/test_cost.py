@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,10 +102,10 @@ class Timed:
         self.settle()
 
 
-def stack(machine: Machine, ranks: int = 1, **seeds: float) -> Stack:
+def stack(machine: Machine, ranks: int = 1, pools: Any = PAGES, room: int = 64, **seeds: float) -> Stack:
     more = {"load_or_recompute": LoadPolicy.COST, "prefill_growth_per_1k": machine.growth, "lookup_deadline_s": 1e9, "prefetch_base_s": 1e9,
             "prefetch_cap_s": 1e9, "host_bytes_per_s": machine.host, **seeds}  # fmt: skip
-    return Stack(pools=PAGES, l1=64, l2=64, ranks=ranks, settings=more)
+    return Stack(pools=pools, l1=room, l2=room, ranks=ranks, settings=more)
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -168,6 +169,19 @@ def test_a_store_that_became_fast_is_found_again() -> None:
         times.append(timed.first_token(whole))
         assert times[-1] <= SLACK * slow.compute(0, TOKENS)
     assert min(times) < 0.1 * slow.compute(0, TOKENS)
+
+
+def test_every_record_of_a_read_has_its_latency() -> None:
+    """One record of 64 pages was measured; 64 pages come in four of 16, which together take longer than to recompute."""
+    machine = Machine(latency=0.3)
+    kit = stack(machine, prefill_tokens_per_s=machine.prefill, pools={"full": full()}, room=520)
+    timed, whole = Timed(kit, machine), prompt(1, 64 * 512 + 1)
+    timed.first_token(whole)
+    for count in (len(whole), 4097, 4097, 1025):
+        timed.flush()
+        assert timed.first_token(whole[:count]) <= SLACK * machine.compute(0, count)
+    assert kit.cache.restore.cost is not None
+    assert kit.cache.restore.cost.storage.seen
 
 
 def test_a_slow_host_is_not_loaded_from() -> None:
