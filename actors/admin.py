@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import Self
 
 from hicache_ray.errors import Busy, ConfigError, HiCacheError
+from hicache_ray.explain import KEPT
 
 #: The only path that needs no token.
 OPEN = "/health"
@@ -88,11 +89,25 @@ class Backend(Protocol):
 
     async def where(self, tokens: Sequence[int], tenant: str | None = None) -> Mapping[str, Any]: ...
 
+    async def explain(self, rid: str) -> Mapping[str, Any]:
+        """Why a request went as it did. Raises :class:`UnknownRequest`, or another :class:`HiCacheError` where nobody can say."""
+        ...
+
     def config(self) -> Mapping[str, Any]: ...
 
 
 class UnknownNamespace(HiCacheError):
     """No namespace is known by these fields."""
+
+
+class UnknownRequest(HiCacheError):
+    """No replica knows a request by this id."""
+
+
+def unknown_request(rid: str) -> UnknownRequest:
+    return UnknownRequest(
+        f'no replica knows a request with the id "{rid[:128]}"; it may be under way still, or older than the last {KEPT} of its replica'
+    )
 
 
 class Guard:
@@ -152,6 +167,11 @@ def create_app(backend: Backend, token: str) -> FastAPI:
     async def where(body: Where) -> Mapping[str, Any]:
         return await backend.where(body.input_ids, body.tenant)
 
+    @app.get("/explain/{rid:path}")
+    async def explain(rid: str) -> Mapping[str, Any]:
+        with _told():
+            return await backend.explain(rid)
+
     @app.get("/config")
     async def config() -> Mapping[str, Any]:
         return backend.config()
@@ -166,7 +186,7 @@ def _told() -> Iterator[None]:
         yield
     except Busy as error:
         raise HTTPException(409, str(error)) from error
-    except UnknownNamespace as error:
+    except (UnknownNamespace, UnknownRequest) as error:
         raise HTTPException(404, str(error)) from error
     except ConfigError as error:
         raise HTTPException(400, str(error)) from error

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,12 +17,14 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from hicache_ray import machine
 from hicache_ray.actors import names, storage
 from hicache_ray.actors.gateway import GatewayActor, GatewaySetup
 from hicache_ray.actors.local import LocalRay, check_ports
+from hicache_ray.actors.model import read_spec
 from hicache_ray.actors.remote import cause, living
 from hicache_ray.actors.serve import application
-from hicache_ray.actors.setup import Prepared, arena_config, check_capacities, check_disk, settings_of, spec_from_json, weights_id
+from hicache_ray.actors.setup import Prepared, arena_config, check_capacities, check_disk, fitted, settings_of, weights_id
 from hicache_ray.config import Config
 from hicache_ray.config_sources import masked
 from hicache_ray.errors import ConfigError, HiCacheError
@@ -34,7 +32,6 @@ from hicache_ray.families import canonical_type
 
 log = logging.getLogger("hicache_ray.actors")
 
-PREPARE_S = 300.0
 DEPLOY_S = 300.0
 #: An actor that does not close itself within this time is killed.
 CLOSE_S = 5.0
@@ -63,25 +60,13 @@ def prepare(config: Config, folder: str) -> Prepared:
 
     Runs in a process of its own, so that the caller stays free of torch. Raises :class:`ConfigError` on what does not fit together.
     """
-    command = [sys.executable, "-m", "hicache_ray.integrations.transformers.prepare", "--folder", config.model.path or folder]
-    command += ["--family", config.model.family, "--size", config.model.size, "--seed", str(config.model.seed)]
-    command += ["--dtype", config.model.dtype, "--tp", str(config.model.tp), "--page-size", str(config.cache.page_size)]
-    command += [] if config.model.path else ["--make"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, check=False, env=env)
-    try:
-        answer = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        raise HiCacheError(f"the model could not be prepared: {done.stderr.strip()[-2000:]}") from None
-    if "error" in answer:
-        raise ConfigError(answer["error"])
-    spec = spec_from_json(answer["spec"])
+    made_in, spec = read_spec(config, folder)
     check_capacities(config, spec)
     settings_of(config).check(spec)
     made = f"{config.model.family}-{config.model.size}-seed{config.model.seed}-{config.model.dtype}"
     if config.model.path and not config.namespace.model_id:
-        made = weights_id(answer["folder"])
-    return Prepared(answer["folder"], spec, made)
+        made = weights_id(made_in)
+    return Prepared(made_in, spec, made)
 
 
 @dataclass
@@ -140,7 +125,11 @@ def start(config: Config, address: str | None = None, progress: Progress = quiet
     with ExitStack() as begun:
         folder = tempfile.mkdtemp(prefix=MODEL_PREFIX)
         begun.callback(shutil.rmtree, folder, ignore_errors=True)
-        cluster = Cluster(config, prepare(config, folder), deployment, _begun=begun)
+        prepared = prepare(config, folder)
+        ranks = config.model.tp * (config.serve.replicas if address is None else 1)  # of a cluster each replica may have its own node
+        config = fitted(config, prepared.spec, machine.memory(), ranks)
+        check_capacities(config, prepared.spec)
+        cluster = Cluster(config, prepared, deployment, _begun=begun)
         _bring_up(cluster, begun, address, progress)
         cluster._begun = begun.pop_all()
     return cluster

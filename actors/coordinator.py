@@ -16,11 +16,11 @@ from hicache_ray import lengths
 from hicache_ray.actors.driver import Driver
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt, unknown_tenant
 from hicache_ray.actors.remote import answer
-from hicache_ray.actors.setup import capacities, settings_of
+from hicache_ray.actors.setup import capacities, settings_of, tenant_caps
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.errors import ConfigError, GroupLost, RequestRefused, StoreError
-from hicache_ray.explain import differing_fields
+from hicache_ray.explain import Explainer, differing_fields, foreign_fields, lacks_all
 from hicache_ray.group import Group
 from hicache_ray.keys import Namespace, page_keys, space_of
 from hicache_ray.match import match
@@ -63,6 +63,7 @@ class CoordinatorShell:
         self.ranks = RankHandles(())
         self.begun = Begun()
         self.attached = bool(setup.socket)
+        self.explainer = Explainer(settings_of(setup.config), tenant_caps(setup.config))
 
     async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
         """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
@@ -75,7 +76,7 @@ class CoordinatorShell:
         # One request runs, the others wait for it.
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.ranks = RankHandles(ranks)
-        self.driver = Driver(cache, self.ranks, self.store, self.tags, group)
+        self.driver = Driver(cache, self.ranks, self.store, self.tags, group, self.explainer)
         if not self.attached:
             await self.detach_storage()  # ranks that are new do not know
         await asyncio.to_thread(self._describe)
@@ -228,6 +229,21 @@ class CoordinatorShell:
         except StoreError:
             return ()
 
+    async def explain(self, rid: str) -> dict[str, Any] | None:
+        """Why a request that has ended here went as it did, as :mod:`hicache_ray.explain` tells it; None where it is not known (any more).
+
+        Where nothing was known of its prompt, storage is asked now whether it has it under other names.
+        """
+        kept, store = self.explainer.find(rid), self.store
+        differs: tuple[str, ...] = ()
+        if kept is not None and store is not None and lacks_all(kept.told):
+            exact = self.setup.config.cache.exact
+            try:
+                differs = await asyncio.to_thread(foreign_fields, store, kept, self.setup.spec, self.begun.recipe, exact)
+            except StoreError:
+                differs = ()
+        return self.explainer.explain(rid, differs)
+
     async def stats(self) -> dict[str, Any]:
         """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
 
@@ -243,6 +259,7 @@ class CoordinatorShell:
                 pool = res.pools[(tier, name)]
                 row |= {"capacity": pool.capacity, "used": pool.cached, "held": pool.held, "free": pool.free}
                 row["used_other"] = res.others((tier, name))
+            row["regretted"] = driver.group.ledger.regretted[(tier, name)]
             row["page_bytes"] = self.setup.spec[name].page_bytes(self.setup.spec.page_size)
             tiers.setdefault(tier.value, {})[name] = row
         return {

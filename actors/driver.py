@@ -19,6 +19,7 @@ from typing import Protocol
 from hicache_ray.ask import ask
 from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, Cancelled, GroupLost, HiCacheError, Inconsistent
+from hicache_ray.explain import Explainer
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.records import Clear, Lookup, Outcome, Record, lane_of
 from hicache_ray.spec import Tier
@@ -46,7 +47,10 @@ class Ranks(Protocol):
 class Driver:
     """One per incarnation of a cache group. ``calls``: how many records went to ranks and how many questions to storage."""
 
-    def __init__(self, cache: Cache, ranks: Ranks, store: Store | None, tags: Mapping[str, tuple[bytes, ...]], group: Group) -> None:
+    def __init__(
+        self, cache: Cache, ranks: Ranks, store: Store | None, tags: Mapping[str, tuple[bytes, ...]], group: Group,
+        explainer: Explainer | None = None,
+    ) -> None:  # fmt: skip
         self.cache, self.group = cache, group
         self._ranks = ranks
         self.store = store
@@ -58,6 +62,7 @@ class Driver:
         self._context = Context()
         self._ahead: dict[tuple[int, str], float] = {}
         self.lost: str = ""
+        self.explainer = explainer or Explainer(cache.settings)
         self.calls = {"rank": 0, "store": 0}
 
     # -- what the coordinator calls ---------------------------------------------------------------------------------------------------
@@ -246,6 +251,7 @@ class Driver:
 
     def _hand_out(self) -> None:
         for event in self.group.events():
+            self.explainer.hear(event)
             queue = self._queues.get(event.rid)
             if queue is None:
                 if isinstance(event, Ended) and event.error is not None and not isinstance(event.error, Cancelled | GroupLost):

@@ -18,7 +18,7 @@ import ray
 import uvicorn
 
 from hicache_ray.actors import dropping, names
-from hicache_ray.actors.admin import UnknownNamespace, create_app
+from hicache_ray.actors.admin import UnknownNamespace, create_app, unknown_request
 from hicache_ray.actors.remote import answer, living
 from hicache_ray.errors import Busy, ConfigError, HiCacheError
 
@@ -100,6 +100,13 @@ class ClusterBackend:
 
     async def where(self, tokens: Sequence[int], tenant: str | None = None) -> Mapping[str, Any]:
         return await self._ask(await self._coordinators(), "where", list(tokens), tenant)
+
+    async def explain(self, rid: str) -> Mapping[str, Any]:
+        answers = await self._ask(await self._some_coordinators(), "explain", rid)
+        for replica, told in answers.items():
+            if isinstance(told, dict) and "request_id" in told:
+                return {"replica": replica, **told}
+        raise unknown_request(rid)
 
     async def _coordinators(self) -> Mapping[str, Any]:
         return await self._named(lambda n: names.is_coordinator(n, self._app))

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hicache_ray import compute
+from hicache_ray import compute, sizing
 from hicache_ray.config import Config
 from hicache_ray.config_sizes import format_size
+from hicache_ray.config_sources import changed
 from hicache_ray.errors import ConfigError
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
-from hicache_ray.settings import PrefetchPolicy, Settings, StateSnapshots, WritePolicy
+from hicache_ray.settings import LoadPolicy, PrefetchPolicy, Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig, ShardConfig
 from hicache_ray.storage.disk_config import DiskConfig
@@ -62,20 +63,65 @@ def settings_of(config: Config) -> Settings:
         prefetch_cap_s=c.prefetch_timeout_cap_s,
         copy_deadline_s=c.load_deadline_s,
         compute_deadline_s=config.engine.forward_deadline_s,
+        load_or_recompute=LoadPolicy(c.load_or_recompute),
+        prefill_tokens_per_s=c.prefill_tokens_per_s,
+        prefill_growth_per_1k=c.prefill_growth_per_1k,
+        storage_bytes_per_s=c.storage_bytes_per_s,
+        host_bytes_per_s=c.host_bytes_per_s,
     )
 
 
 def capacities(config: Config, spec: CacheSpec) -> Mapping[Place, int]:
-    """Slots of every pool of one rank, from the device pools' tokens and snapshots and the host's ratio or size."""
+    """Slots of every pool of one rank. The device's: its tokens and snapshots. The host's memory is split so that a set of prompts that
+    fits it is restorable as a whole, whatever their lengths (:func:`hicache_ray.sizing.split`)."""
     device = {}
     for c in spec.components:
         span = spec.page_size * c.page_span
         device[c.name] = config.cache.device_snapshots if c.is_state else config.cache.device_tokens // span
-    scale = config.cache.host_ratio
+    host = sizing.split(spec, settings_of(config), host_bytes(config, spec), mix_of(config, spec)).slots
+    return {(Tier.DEVICE, name): n for name, n in device.items()} | {(Tier.HOST, name): n for name, n in host.items()}
+
+
+def device_bytes(config: Config, spec: CacheSpec) -> int:
+    """Memory of one rank's device pools."""
+    slots = {c.name: config.cache.device_tokens // (spec.page_size * c.page_span) for c in spec.components if not c.is_state}
+    states = spec.snapshot_bytes() * config.cache.device_snapshots
+    return states + sum(spec[name].page_bytes(spec.page_size) * n for name, n in slots.items())
+
+
+def host_bytes(config: Config, spec: CacheSpec) -> int:
+    """Memory for one rank's host pools: cache.host_size, or cache.host_ratio times the device's."""
     if config.cache.host_size is not None:
-        scale = config.cache.host_size / sum(spec[name].page_bytes(spec.page_size) * n for name, n in device.items())
-    out: dict[Place, int] = {(Tier.DEVICE, name): n for name, n in device.items()}
-    return out | {(Tier.HOST, name): int(n * scale) for name, n in device.items()}
+        return config.cache.host_size
+    return int(device_bytes(config, spec) * config.cache.host_ratio)
+
+
+def mix_of(config: Config, spec: CacheSpec) -> sizing.Mix:
+    """All prompts that the deployment accepts and that something can be restored of."""
+    step = settings_of(config).step(spec)
+    return sizing.Mix(step, max(step, config.engine.max_prompt_tokens), config.cache.state_snapshots)
+
+
+def fitted(config: Config, spec: CacheSpec, memory: sizing.Memory, ranks: int) -> Config:
+    """The configuration with a host size that ``ranks`` ranks of a node have memory for. An explicit size is honoured, or refused now
+    (:class:`ConfigError`) rather than when memory runs out; one that follows from cache.host_ratio is cut to an equal share."""
+    cache = config.cache
+    if cache.host_size is not None:
+        most = sizing.host_share(memory.free, cache.host_reserve, 1.0, ranks)
+        if cache.host_size > most:
+            raise ConfigError(
+                f"cache.host_size is {format_size(cache.host_size)} for each of {ranks} rank(s) of this node, and of the {memory.free:,} "
+                f"bytes free ({memory.limit}) {cache.host_reserve:,} stay so (cache.host_reserve); choose at most {most} bytes"
+            )
+        return config
+    share = sizing.host_share(memory.free, cache.host_reserve, cache.host_fraction, ranks)
+    if host_bytes(config, spec) <= share:
+        return config
+    if not share:
+        raise ConfigError(
+            f"this node has {memory.free:,} bytes free ({memory.limit}), no more than cache.host_reserve; lower that"
+        )
+    return changed(config, {"cache.host_size": share})
 
 
 def check_capacities(config: Config, spec: CacheSpec) -> None:

@@ -92,12 +92,13 @@ class Cache:
             yield Wait.ENGINE
             self.restore.turn(job)
             resumed = yield from self.restore.load(job)
+            job.resumed = plan.with_sources(resumed, dict.fromkeys(job.storage_pages, Tier.STORAGE))
             yield from self._compute(job, resumed)
             digests = yield from self._digests(job)
             report = self._report(job, resumed, digests)
         finally:
             self._release(job)
-        self.events.append(Ended(job.request.rid, report))
+        self.events.append(Ended(job.request.rid, report, job=job))
         self.spawn(f"backup of {job.request.rid}", self.descent.backup(job.path, len(job.request.tokens)))
 
     def prefetch(self, job: Job) -> Story:
@@ -242,7 +243,7 @@ class Cache:
 
     def _report(self, job: Job, resumed: Plan, digests: PageDigests) -> Report:
         page = self.spec.page_size
-        pages = plan.sources(plan.with_sources(resumed, dict.fromkeys(job.storage_pages, Tier.STORAGE)))
+        pages = plan.sources(job.resumed or resumed)
         by_tier = {tier.value: n * page for tier, n in pages.items()}
         computed = len(job.request.tokens) - resumed.length * page
         self.requests += 1

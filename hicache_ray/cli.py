@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from hicache_ray import cli_admin, cli_flags, cli_sim, cli_tables, cli_verify
+from hicache_ray import cli_admin, cli_flags, cli_sim, cli_size, cli_tables, cli_verify
 from hicache_ray.config_sources import Loaded
 from hicache_ray.errors import ConfigError, HiCacheError
 
@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 cli_admin.register(app)
 cli_sim.register(app)
+cli_size.register(app)
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with settings")]

@@ -1,10 +1,11 @@
-"""The commands that talk to a running tier's admin endpoint: ``status``, ``stats``, ``flush``, ``drop``, ``storage``."""
+"""The commands that talk to a running tier's admin endpoint: ``status``, ``stats``, ``flush``, ``drop``, ``explain``, ``storage``."""
 
 from __future__ import annotations
 
 import json
 from enum import Enum
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -31,7 +32,7 @@ class What(str, Enum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (status, stats, flush, drop):
+    for command in (status, stats, flush, drop, explain):
         app.command()(command)
     app.command("storage")(plug)
 
@@ -69,6 +70,19 @@ def drop(tenant: Annotated[str, typer.Argument(help="name of the tenant")], url:
     done = _call("POST", "/drop", url, token, {"tenant": tenant})
     gone = ", ".join(f"{count} from {tier}" for tier, count in done["removed"].items())
     Console().print(f"dropped {tenant}: {gone}; {done['left']} left")
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="as the answer to the request tells it")],
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Why a request was served as it was: where its pages came from, what limited the resume, what would have made it longer."""
+    from hicache_ray.explain import lines
+
+    told = _call("GET", f"/explain/{quote(request_id, safe='')}", url, token)
+    print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)))
 
 
 def plug(what: Annotated[What, typer.Argument(help="detach or attach")], url: Url = None, token: Token = None) -> None:

@@ -84,6 +84,21 @@ class CacheConfig(Section):
     host_size: Size | None = Field(
         None, description="size of one rank's host pools; wins over host_ratio; null: use the ratio", json_schema_extra=_BYTES
     )
+    host_reserve: Size = Field(1024**3, description="memory of a node that the host pools leave free", json_schema_extra=_BYTES)
+    host_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8, description="of a node's free memory beyond the reserve, how much the host pools of all its ranks take at most by host_ratio"
+    )
+    load_or_recompute: Literal["always_load", "cost"] = Field(
+        "always_load", description="resume as far as what is cached allows, or where the first token is there soonest"
+    )
+    prefill_tokens_per_s: Annotated[float, Field(ge=0)] = Field(0.0, description="for cost, until it was measured; 0: not known")
+    prefill_growth_per_1k: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="for cost: how much dearer a token is for every 1,024 tokens before it, as a part of the first one's price"
+    )
+    storage_bytes_per_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="for cost, until it was measured: of one rank; 0: not known"
+    )
+    host_bytes_per_s: Annotated[float, Field(ge=0)] = Field(0.0, description="the same between host and device")
     state_snapshots: Literal["all", "log", "last"] = Field("all", description="which state snapshots of a path are kept")
     prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
         "timeout", description="what ends a request's wait for pages from storage: its turn, all are there, or the deadline"

@@ -25,6 +25,7 @@ from hicache_ray import copies_cuda
 from hicache_ray.copies_jobs import PIECE_BYTES, Ints, Job, Pages, move_with_numpy
 from hicache_ray.copies_queues import Device, Order
 from hicache_ray.errors import ConfigError, GroupLost, HiCacheError
+from hicache_ray.host_memory import touched
 from hicache_ray.layout import ORDERS, Strided, copy_plan, layer_plan, order_of
 from hicache_ray.pool import Pool
 from hicache_ray.records import Slots
@@ -150,7 +151,9 @@ class Mover:
 
     def buffer(self, tier: Tier, size: int) -> torch.Tensor | None:
         """Memory for a pool of ``size`` bytes that this backend is good at; None: whatever the pool makes for itself."""
-        return copies_cuda.buffer(tier, size, self.order.device) if self.order is not None else None
+        if self.order is None:
+            return torch.from_numpy(touched(size)) if tier is Tier.HOST and size else None
+        return copies_cuda.buffer(tier, size, self.order.device)
 
     def by_layer(self) -> Callable[[str, int], None] | None:
         """What an engine promises to call with (component, its layer) before it reads that layer's pages; None: it need not.

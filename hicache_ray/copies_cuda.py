@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import mmap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +21,7 @@ from hicache_ray.copies_jobs import Ints, Pages
 from hicache_ray.copies_kernel import SOURCE, WIDTHS, launches
 from hicache_ray.copies_queues import Device, Queue
 from hicache_ray.errors import ConfigError, GroupLost
+from hicache_ray.host_memory import touched
 from hicache_ray.spec import Tier
 
 #: Threads of a block, and blocks at most. 64 x 256 units of 16 bytes are enough in flight for a link of 100 GB/s with 2 us of latency, and
@@ -30,8 +29,6 @@ from hicache_ray.spec import Tier
 BLOCK, BLOCKS = 256, 64
 #: How often a thread that waits for an event looks at it.
 LOOK_S = 0.0001
-#: Threads that touch fresh host memory first: each page is zeroed by the kernel, which one core does at a few GB/s.
-TOUCHERS = 8
 
 
 def no_direct() -> str:
@@ -199,7 +196,7 @@ class Pinned:
     """``size`` bytes of pinned host memory, zeroed: exactly so many, not rounded up to a power of two as torch's host allocator does."""
 
     def __init__(self, size: int, runtime: Runtime) -> None:
-        self.bytes = touched(size)
+        self.bytes = touched(size, shared=True)
         self._runtime = runtime
         self.address = int(self.bytes.ctypes.data)
         runtime.register(self.address, size)
@@ -207,16 +204,6 @@ class Pinned:
     def close(self) -> None:
         """The memory itself lives as long as somebody holds :attr:`bytes`."""
         self._runtime.unregister(self.address)
-
-
-def touched(size: int, threads: int = TOUCHERS) -> Any:
-    """Anonymous memory of ``size`` bytes (a uint8 array over it), every page of which exists: threads have zeroed a share each."""
-    out: Any = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
-    share = -(-size // threads)
-    with ThreadPoolExecutor(threads, thread_name_prefix="hicache-touch") as pool:
-        parts = [out[at : at + share] for at in range(0, size, share)]
-        list(pool.map(lambda part: part.fill(0), parts))
-    return out
 
 
 def buffer(tier: Tier, size: int, device: Device) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from hicache_ray.index import ABSENT
+from hicache_ray.ledger import ROOM
 from hicache_ray.policy import Entries
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.spec import Kind, Tier
@@ -49,6 +50,7 @@ def drop(res: Residency, tier: Tier, victims: Mapping[str, Entries]) -> None:
             continue
         res.counters[(tier, component)].evictions += len(entries)
         lost = entries[~res.index.durable((Tier.HOST, component), entries)]
+        res.left((tier, component), entries, ROOM)
         res.withdraw((tier, component), entries)
         if res.spec[component].kind is Kind.FULL:
             _demote(res, component, lost)

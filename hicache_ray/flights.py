@@ -47,7 +47,7 @@ class Tale:
 @dataclass
 class Flight:
     """A record that the ranks are executing, for a story or for whoever wants to hear of it (``landed``). Neither is there any more once
-    they went on without it.
+    they went on without it. ``begun``: when, on the group's clock.
     """
 
     record: Record
@@ -57,6 +57,7 @@ class Flight:
     deadline: float | None = None
     leases: list[Lease] = field(default_factory=list)
     landed: Callable[[Merged], None] | None = None
+    begun: float = 0.0
 
     @property
     def awaited(self) -> bool:

@@ -171,10 +171,14 @@ class Group(Tales):
             return
         del self._flights[record_id]
         self.cache.res.leases.release_all(flight.leases)
-        if flight.tale is not None:
-            self._resume(flight.tale, merge(flight.record, [flight.outcomes[r] for r in flight.ranks]))
-        elif flight.landed is not None:
-            flight.landed(merge(flight.record, [flight.outcomes[r] for r in flight.ranks]))
+        cost = self.cache.restore.cost
+        merged = merge(flight.record, [flight.outcomes[r] for r in flight.ranks]) if flight.awaited or cost is not None else None
+        if merged is not None and cost is not None:
+            cost.learn(flight.record, merged, self._clock() - flight.begun)
+        if merged is not None and flight.tale is not None:
+            self._resume(flight.tale, merged)
+        elif merged is not None and flight.landed is not None:
+            flight.landed(merged)
             self._adopt_spawned()
         elif isinstance(flight.record, Clear):
             self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since

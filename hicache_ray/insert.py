@@ -9,6 +9,7 @@ import numpy as np
 from hicache_ray import lengths
 from hicache_ray.keys import other
 from hicache_ray.lease import Lease
+from hicache_ray.ledger import THINNED
 from hicache_ray.residency import Residency
 from hicache_ray.settings import StateSnapshots
 from hicache_ray.spec import Tier
@@ -50,4 +51,6 @@ def thin(res: Residency, keys: Sequence[bytes], prompt: int, how: StateSnapshots
         kept = lengths.kept_snapshots([(int(i) + 1) * page for i in np.flatnonzero(there)], prompt, how)
         gone = there & ~np.isin((np.arange(len(keys)) + 1) * page, np.fromiter(kept, dtype=np.int64, count=len(kept)))
         for place, entries in places:
-            res.withdraw(place, entries[gone & res.idle(place, entries) & ~res.index.forks(entries)])
+            leaving = entries[gone & res.idle(place, entries) & ~res.index.forks(entries)]
+            res.left(place, leaving, THINNED)
+            res.withdraw(place, leaving)

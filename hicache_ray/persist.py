@@ -12,6 +12,7 @@ import numpy as np
 
 from hicache_ray import backup, transfer
 from hicache_ray.index import from_bits, to_bits
+from hicache_ray.ledger import REFUSED, Gone
 from hicache_ray.records import Merged, Move, Record
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Path
@@ -60,6 +61,9 @@ class Persist:
                 sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
                 self.res.index.set_durable((Tier.HOST, leg.component), entries)
+                refused = tuple(k for i, k in enumerate(leg.keys) if not bits >> i & 1)
+                if refused:
+                    self.res.gone.append(Gone((Tier.STORAGE, leg.component), refused, REFUSED))
         finally:
             self.persisting -= size
             transfer.close(self.res, moved)

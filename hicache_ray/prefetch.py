@@ -22,8 +22,6 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 #: Items of each leg of a transfer: (leg, positions in it).
 Slice: TypeAlias = tuple[tuple[int, npt.NDArray[np.intp]], ...]
 
-#: Base pages of one record: what has arrived is known, and can be used, record by record.
-LEAST_PAGES, MOST_PAGES, RECORDS = 16, 128, 8
 
 
 @dataclass
@@ -98,7 +96,7 @@ def slices(spec: CacheSpec, moved: Transfer, stops: Sequence[int]) -> list[Slice
     the last one."""
     left = [np.ones(len(leg.keys), dtype=bool) for leg in moved.legs]
     total = max((len(leg.keys) for leg in moved.legs), default=0)
-    size = min(MOST_PAGES, max(LEAST_PAGES, -(-total // RECORDS)))
+    size = transfer.piece(total)
     out: list[Slice] = []
     for stop in (*stops, None):
         chosen = []

@@ -5,6 +5,7 @@ The stages ask and change it; it takes no decision. A *place* is a (tier, compon
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,12 +15,15 @@ from hicache_ray.errors import Inconsistent
 from hicache_ray.index import ABSENT, Index
 from hicache_ray.keys import is_other, space_of
 from hicache_ray.lease import Lease, Leases, Place
+from hicache_ray.ledger import DROP, FLUSH, Gone
 from hicache_ray.policy import Entries, Lru, order
 from hicache_ray.records import Slots
 from hicache_ray.slots import SlotPool
 from hicache_ray.spec import CacheSpec, Tier
 
 LOCAL = (Tier.DEVICE, Tier.HOST)
+#: What has left and nobody has asked about yet; whoever drives a group asks at every step.
+GONE = 4096
 
 
 @dataclass
@@ -38,7 +42,8 @@ class Counters:
 
 @dataclass
 class Residency:
-    """One per cache group. ``capacity``: slots per place. ``storage``: whether L3 is attached now. ``era``: how many drops there were."""
+    """One per cache group. ``capacity``: slots per place. ``storage``: whether L3 is attached now. ``era``: how many drops there were.
+    ``gone``: what has left since somebody has last emptied it."""
 
     spec: CacheSpec
     capacity: Mapping[Place, int]
@@ -49,6 +54,7 @@ class Residency:
     leases: Leases = field(init=False)
     storage: bool = True
     era: int = 0
+    gone: deque[Gone] = field(default_factory=lambda: deque(maxlen=GONE))
     _dropped: dict[bytes, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,6 +100,11 @@ class Residency:
         slots = self.index.remove(place, entries)
         self.pools[place].withdraw(slots)
 
+    def left(self, place: Place, entries: Entries, why: str) -> None:
+        """Tell that pages are about to be withdrawn, or are refused by L3."""
+        if len(entries):
+            self.gone.append(Gone(place, tuple(map(self.index.key, entries.tolist())), why))
+
     def others(self, place: Place) -> int:
         """How many of the cached pages have bytes that are not canonical."""
         return sum(is_other(self.index.key(entry)) for entry in self.index.in_place(place).tolist())
@@ -117,6 +128,7 @@ class Residency:
         """Withdraw everything from a tier."""
         for place in self.pools:
             if place[0] is tier:
+                self.left(place, self.index.in_place(place), FLUSH)
                 self.withdraw(place, self.index.in_place(place))
 
     def drop(self, space: bytes) -> Mapping[Tier, int]:
@@ -131,6 +143,7 @@ class Residency:
             entries = self.index.in_place(place)
             mine = entries[np.fromiter((space_of(self.index.key(e)) == space for e in entries.tolist()), dtype=bool, count=len(entries))]
             removed[place[0]] += len(mine)
+            self.left(place, mine, DROP)
             self.withdraw(place, mine)
         return removed
 

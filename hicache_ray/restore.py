@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 
 from hicache_ray import compute, lengths, load, plan, prefetch, transfer
+from hicache_ray.cost import Cost
 from hicache_ray.descent import Descent
 from hicache_ray.fetches import Fetches
 from hicache_ray.keys import tagged
@@ -17,9 +18,10 @@ from hicache_ray.match import match
 from hicache_ray.records import Lookup, Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.resume import Limit, Match, Plan
-from hicache_ray.settings import PrefetchPolicy, Settings
+from hicache_ray.settings import LoadPolicy, PrefetchPolicy, Settings
 from hicache_ray.spec import Kind, Tier
 from hicache_ray.story import Job, Phase, Story, Wait
+from hicache_ray.why import Evidence
 
 
 class Restore:
@@ -33,6 +35,7 @@ class Restore:
         self.descent = descent
         self.clock: Callable[[], float] = float  # stands still at 0.0 until a group gives it its own
         self.fetches = Fetches(res, next_id, lambda: self.clock(), self._told)
+        self.cost = Cost(res.spec, settings) if settings.load_or_recompute is LoadPolicy.COST else None
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
@@ -57,9 +60,8 @@ class Restore:
         """
         found, waits = self.match(job), self.settings.prefetch_policy is not PrefetchPolicy.BEST_EFFORT
         if self.res.storage and found.longest(*LOCAL) < found.ceiling:
-            job.phase = Phase.LOOKUP
             found = yield from self._ask(job, found, self.settings.lookup_deadline_s)
-            found = (yield from self._wait_for_room(job, found)) if waits else found
+            found = (yield from self._wait_for_room(job, found)) if waits and self.cost is None else found
         self._choose(job, found)
         if waits:
             yield from self._await(job)
@@ -86,10 +88,13 @@ class Restore:
     def _choose(self, job: Job, found: Match) -> None:
         """Plan a resume, hold what of it is in L2, and have the rest brought from L3."""
         chosen = plan.choose(found, self._threshold, partial(self._refusal, found))
-        if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE):
+        chosen, decision = self._weigh(job, found, chosen)
+        # What was weighed is what is read: where the wait is bounded by its cost, nothing is added to it.
+        if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE) and self.cost is None:
             more = plan.fallback(found, chosen)
             chosen = more if self._refusal(found, more) is Limit.NONE else chosen
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
+        job.evidence = Evidence(found, chosen, job.told, decision)
         self.hold(job, found, chosen, (Tier.HOST,))
         job.wanted = chosen.length
         if not chosen.of(Tier.STORAGE):
@@ -97,7 +102,7 @@ class Restore:
         job.phase = Phase.FETCHING
         if job.deadline is None:
             tokens = (chosen.length - found.longest(*LOCAL)) * self.spec.page_size
-            job.deadline = self.clock() + self.settings.read_deadline(tokens)
+            job.deadline = self.clock() + min(job.patience_s, self.settings.read_deadline(tokens))
         self.fetches.begin(job, found, chosen)
 
     def _told(self, job: Job) -> None:
@@ -125,7 +130,7 @@ class Restore:
         """Pages were not where they had been: look where they are now, or what can be had without them."""
         assert job.deadline is not None
         left_s = max(0.0, job.deadline - self.clock())
-        job.phase, job.limit = Phase.LOOKUP, Limit.NONE
+        job.limit = Limit.NONE
         found = yield from self._ask(job, self.match(job), min(left_s, self.settings.lookup_deadline_s))
         if self.res.storage and not self.stale(job):
             self._choose(job, self.fetches.with_arrived(job, found))
@@ -133,11 +138,18 @@ class Restore:
     def _ask(self, job: Job, found: Match, deadline_s: float) -> Generator[Record | Wait, Merged, Match]:
         """What L3 says that it has. An answer from before a drop is none."""
         told: dict[str, tuple[int, ...]] = {}
-        failed = False
+        failed, asked = False, self.clock()
+        if self.cost is not None:
+            deadline_s = min(deadline_s, self.cost.ask_s(found, len(job.request.tokens)))
+            if not deadline_s:
+                job.limit = Limit.COST
+                return found
+        job.phase = Phase.LOOKUP
         for keys, names in self.questions(found):
             answer = yield Lookup(self._next_id(), job.request.rid, keys, names, deadline_s)
             if answer.retry and not answer.late:
-                answer = yield Lookup(self._next_id(), job.request.rid, keys, names, deadline_s)
+                left_s = deadline_s if self.cost is None else max(0.0, asked + deadline_s - self.clock())
+                answer = yield Lookup(self._next_id(), job.request.rid, keys, names, left_s)
             told |= answer.found
             if answer.late or answer.error:
                 failed = True
@@ -146,7 +158,7 @@ class Restore:
             job.limit = Limit.LOOKUP
         if self.stale(job):
             return self.match(job)
-        found = self.match(job).with_storage(told)
+        found, job.told = self.match(job).with_storage(told), told
         if not failed:
             prefetch.note(self.res, found)
         return found
@@ -182,6 +194,18 @@ class Restore:
             return Limit.IN_FLIGHT
         return Limit.NONE if prefetch.could_fit(self.res, chosen, incoming) else Limit.HOST_ROOM
 
+    def _weigh(self, job: Job, found: Match, chosen: Plan) -> tuple[Plan, Mapping[str, float | str]]:
+        """The plan by which the first token is there soonest, and the numbers behind it."""
+        if self.cost is None:
+            return chosen, {}
+        choice = self.cost.choose(found, len(job.request.tokens), chosen.length)
+        job.patience_s = choice.patience_s
+        if choice.length < chosen.length:
+            chosen = plan.at(found, choice.length, Limit.COST)
+            if self._refusal(found, chosen) is not Limit.NONE:
+                chosen = plan.at(found, self.cost.local(found, len(job.request.tokens)), Limit.COST)
+        return chosen, choice.numbers
+
     def _reason(self, job: Job, limit: Limit) -> Limit:
         """The end of what the prompt allows may be the caller's own."""
         asked = job.request.limit
@@ -209,7 +233,8 @@ class Restore:
 
     def _load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:
         era, found = self.res.era, self.match(job)
-        resumed = plan.at(found, found.longest(*LOCAL))
+        k = found.longest(*LOCAL) if self.cost is None else self.cost.local(found, len(job.request.tokens))
+        resumed = plan.at(found, k)
         job.phase = Phase.LOADING
         self._find_fork(job, found)
         self.hold(job, found, resumed)

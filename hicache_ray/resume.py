@@ -122,6 +122,7 @@ class Limit(str, Enum):
     DEADLINE = "storage did not deliver in time"
     FAILED = "storage failed while it delivered"
     UNREAD = "storage could not deliver what it had promised"
+    COST = "recomputing is sooner done than loading (cache.load_or_recompute)"
     LOAD_FAILED = "a copy from the host failed"
     LOOKUP = "storage did not answer in time"
 

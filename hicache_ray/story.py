@@ -7,6 +7,7 @@ drives it (:class:`hicache_ray.group.Group`) performs nothing itself either. A s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +16,8 @@ from typing import TypeAlias
 from hicache_ray.keys import Namespace, space_of
 from hicache_ray.lease import Lease
 from hicache_ray.records import Embedded, Merged, Record, Tokens
-from hicache_ray.resume import Limit, Path
+from hicache_ray.resume import Limit, Path, Plan
+from hicache_ray.why import Evidence
 
 
 class Wait(Enum):
@@ -76,11 +78,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Ended:
-    """Event: a story is over, well (``report`` of a request) or not."""
+    """Event: a story is over, well (``report`` of a request) or not. ``job``: of a request, for those who ask why it went as it did."""
 
     rid: str
     report: Report | None = None
     error: Exception | None = None
+    job: Job | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ class Job:
     """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's.
 
     ``era``: of the residency when it began. ``wanted``: pages of the resume that is being fetched; ``deadline``: until when, on the
-    group's clock, decided once. ``fork``: the length where a state is kept because it leaves a cached path soon after (0: nowhere).
+    group's clock, decided once; ``patience_s``: how long that may be at most. ``fork``: the length where a state is kept because it leaves
+    a cached path soon after (0: nowhere). ``told``: what L3 has said. ``evidence``: of the plan; ``resumed``: what it has come to, with the
+    tier that each page came from.
     """
 
     request: Request
@@ -130,6 +135,10 @@ class Job:
     limit: Limit = Limit.NONE
     leases: list[Lease] = field(default_factory=list)
     storage_pages: set[tuple[str, int]] = field(default_factory=set)
+    told: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    patience_s: float = math.inf
+    evidence: Evidence | None = None
+    resumed: Plan | None = None
 
     @property
     def space(self) -> bytes:

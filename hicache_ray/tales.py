@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from hicache_ray.cache import Cache
 from hicache_ray.errors import Cancelled, HiCacheError, Inconsistent
 from hicache_ray.flights import STORE, Envelope, Flight, Tale
+from hicache_ray.ledger import Ledger
 from hicache_ray.records import Clear, Lookup, Merged, Move, Record
 from hicache_ray.spec import Tier
 from hicache_ray.story import Ended, Event, Wait
+from hicache_ray.why import judge
 
 
 class Tales:
@@ -28,6 +30,7 @@ class Tales:
         self._engine: deque[Tale] = deque()
         self._events: list[Event] = []
         self._background = 0
+        self.ledger = Ledger([*cache.res.pools, *((Tier.STORAGE, c.name) for c in cache.spec.components)])
         self._flushing: Tale | None = None
         self._dropping: dict[bytes, Tale] = {}
         cache.restore.clock = clock
@@ -94,7 +97,16 @@ class Tales:
             self._end(tale, failure)
         else:
             self._wait(tale, waits)
+        self._note(tale)
         self._adopt_spawned()
+
+    def _note(self, tale: Tale) -> None:
+        """What its last step has decided and what it has made go. In this order: what goes for a request is not what it lacked."""
+        res, now, job = self.cache.res, self._clock(), tale.job
+        if job is not None and job.evidence is not None and not job.evidence.judged:
+            judge(job.evidence, res, self.ledger, now)
+        while res.gone:
+            self.ledger.add(res.gone.popleft(), now, tale.name)
 
     def _end(self, tale: Tale, error: Exception | None) -> None:
         del self._tales[tale.name]
@@ -105,7 +117,7 @@ class Tales:
         self._events += self.cache.events
         self.cache.events.clear()
         if error is not None or tale.kind in ("flush", "drop"):
-            self._events.append(Ended(tale.name, error=error))
+            self._events.append(Ended(tale.name, error=error, job=tale.job))
 
     def _let_go(self) -> None:
         """Those that were held back begin, unless something else holds them."""
@@ -136,7 +148,7 @@ class Tales:
         if tale is not None:
             tale.deadline = None  # a record has its own
         to_store = isinstance(record, Lookup | Clear)
-        flight = Flight(record, tale, (STORE,) if to_store else self._ranks, landed=landed)
+        flight = Flight(record, tale, (STORE,) if to_store else self._ranks, landed=landed, begun=self._clock())
         # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
         if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
             flight.deadline = self._clock() + record.timeout_s

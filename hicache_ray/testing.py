@@ -17,6 +17,7 @@ from hicache_ray.copies import Mover, choose
 from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import HiCacheError
 from hicache_ray.executor import Executor, Rank
+from hicache_ray.explain import Explainer
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, as_tokens, space_of
 from hicache_ray.pool import Pool
@@ -36,7 +37,8 @@ __all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "
 
 @dataclass
 class Stack(Questions):
-    """One cache group. Capacities in pages per component (snapshots: a page's worth each); see ``cases.md`` for the words.
+    """One cache group. Capacities in pages per component (snapshots: a page's worth each), ``l2`` also by component; see ``cases.md``
+    for the words.
 
     ``devices``: one for each rank, whose queues then run its copies and its engine; without them a copy is done when it returns.
     """
@@ -44,7 +46,7 @@ class Stack(Questions):
     page: int = 64
     pools: Mapping[str, Component] = field(default_factory=lambda: {"full": full()})
     l1: int = 64
-    l2: int = 64
+    l2: int | Mapping[str, int] = 64
     l3: int = 1024
     write_policy: str = "write_through"
     prefetch_policy: str = "wait_complete"
@@ -71,7 +73,8 @@ class Stack(Questions):
     def __post_init__(self) -> None:
         self.spec = CacheSpec("test", self.page, tuple(replace(c, name=name) for name, c in self.pools.items()), self.ranks)
         self.ns = self._namespace({})
-        capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, self.l1), (Tier.HOST, self.l2)) for c in self.spec.components}
+        of = [(Tier.DEVICE, self.l1), (Tier.HOST, self.l2)]
+        capacity = {(t, c.name): n if isinstance(n, int) else n[c.name] for t, n in of for c in self.spec.components}
         policy = WritePolicy(self.write_policy)
         core = Settings(
             grid=self.grid or 0, exact=self.exact, write_policy=policy, track_interval=self.page,
@@ -83,6 +86,7 @@ class Stack(Questions):
         page_bytes = sum(c.page_bytes(self.page) for c in self.spec.components) * self.ranks
         if self.store is None:
             self.store = FaultyStore(MemoryStore(self.l3 * page_bytes), wait=self.clock.advance)
+        self.explainer = Explainer(core)
         self.tags = tags_of(self.spec, self.recipe)
         describe(self.store, self.spec, self.recipe, 1.0)
         self._prompts: dict[str, Tokens] = {}
@@ -94,8 +98,8 @@ class Stack(Questions):
         self._engines, self._executors = [], []
         for rank in range(self.ranks):
             at = {
-                tier: {c.name: Pool(c, self.page, n, layout) for c in self.spec.components}
-                for tier, n, layout in ((Tier.DEVICE, self.l1, "layer_first"), (Tier.HOST, self.l2, self.layout))
+                tier: {c.name: Pool(c, self.page, capacity[(tier, c.name)], layout) for c in self.spec.components}
+                for tier, layout in ((Tier.DEVICE, "layer_first"), (Tier.HOST, self.layout))
             }
             mover, engine = self._parts(rank, at[Tier.DEVICE])
             me = Rank(rank, self.spec, at, {name: of[rank] for name, of in self.tags.items()}, self.batch)
@@ -114,9 +118,7 @@ class Stack(Questions):
 
     def put(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> Served:
         """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change;
-        ``spans``: what is embedded.
-
-        Its backup is under way when this returns; :meth:`settle` lets it complete.
+        ``spans``: what is embedded. Its backup is under way when this returns; :meth:`settle` lets it complete.
         """
         rid = self.begin(tokens, rid, decoded, **more)
         while rid not in self.served and rid not in self.errors:
@@ -141,7 +143,7 @@ class Stack(Questions):
         return self.poll(rid)
 
     def load(self, rid: str) -> int:
-        """L2 to L1 of a prefetched prompt; returns the length it can resume from, in tokens."""
+        """L2 to L1 of a prefetched prompt; returns the length it can resume from."""
         while self._jobs[rid].phase in (Phase.QUEUED, Phase.LOOKUP, Phase.FETCHING) and self._round():
             pass
         self.group.proceed(rid)
@@ -153,7 +155,6 @@ class Stack(Questions):
         return self._jobs[rid].promised
 
     def abort(self, rid: str) -> None:
-        """Give up, at any point."""
         self.group.cancel(rid)
         self._collect()
 
@@ -175,8 +176,7 @@ class Stack(Questions):
 
     def pending(self) -> list[Envelope]:
         """Envelopes that no rank has executed yet: a test may run them in an order of its own, each once, with :meth:`run`."""
-        out, self._inbox = self._inbox, []
-        return out
+        return [self._inbox.pop(0) for _ in range(len(self._inbox))]
 
     def run(self, envelope: Envelope) -> None:
         """One rank executes one record and reports it."""
@@ -227,6 +227,7 @@ class Stack(Questions):
         self._inbox += self.group.take()
         for event in self.group.events():
             self.events.append(event)
+            self.explainer.hear(event)
             if isinstance(event, Sampled):
                 self.outputs.setdefault(event.rid, []).extend(event.tokens)
             elif isinstance(event, Ended) and event.error is not None:
@@ -254,25 +255,24 @@ class Stack(Questions):
         """Empty tiers. Raises :class:`~hicache_ray.errors.Busy` while requests run and there is no ``timeout``."""
         name = self.group.flush([TIERS[t] for t, wanted in (("l1", l1), ("l2", l2), ("l3", l3)) if wanted], timeout, preserve)
         self._collect()
-        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
-            if not self._round():
-                raise HiCacheError("the flush waits for something that nothing under way will bring")
-        if name in self.errors:
-            raise self.errors[name]
+        self._until_ended(name, "the flush")
 
     def drop_space(self, **namespace: str) -> Dropped:
         """Drop everything of a namespace (fields to change) from all tiers, with whatever is under way. Raises what kept it from that."""
         name = self.group.drop_space(space_of(self._namespace(namespace).digest()))
         self._collect()
-        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
-            if not self._round():
-                raise HiCacheError("the drop waits for something that nothing under way will bring")
-        if name in self.errors:
-            raise self.errors[name]
+        self._until_ended(name, "the drop")
         return next(e for e in self.events if isinstance(e, Dropped) and e.rid == name)
 
+    def _until_ended(self, name: str, what: str) -> None:
+        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
+            if not self._round():
+                raise HiCacheError(f"{what} waits for something that nothing under way will bring")
+        if name in self.errors:
+            raise self.errors[name]
+
     def detach(self) -> None:
-        """L3 is taken away; the ranks' handles stay, as those of real ones do until they have let go."""
+        """L3 is taken away; the ranks' handles stay."""
         self.group.detach()
         self._collect()
 

@@ -12,7 +12,7 @@ from hicache_ray.ask import ask
 from hicache_ray.cache import Cache
 from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import Cancelled, HiCacheError
-from hicache_ray.explain import differing_fields
+from hicache_ray.explain import Explainer, differing_fields, foreign_fields
 from hicache_ray.group import Envelope, Group
 from hicache_ray.keys import Namespace, as_tokens, other, page_keys, tagged
 from hicache_ray.match import match
@@ -44,6 +44,7 @@ class Questions:
     ns: Namespace
     tags: Mapping[str, tuple[bytes, ...]]
     group: Group
+    explainer: Explainer
     errors: dict[str, Exception]
     _engines: list[ContentEngine]
     _jobs: dict[str, Job]
@@ -131,6 +132,16 @@ class Questions:
 
     def _names(self, keys: Sequence[bytes]) -> list[list[bytes]]:
         return [[other(k) if kind else k for k in keys] for kind in self._kinds]
+
+    def explain(self, rid: str) -> dict[str, Any]:
+        """Why a request that has ended went as it did. Raises where it is not known."""
+        kept = self.explainer.find(rid)
+        assert self.store is not None
+        differs = () if kept is None else foreign_fields(self.store, kept, self.spec, self.recipe, self.exact)
+        told = self.explainer.explain(rid, differs)
+        if told is None:
+            raise HiCacheError(f"nothing is known of a request {rid}")
+        return told
 
     def poll(self, rid: str) -> Poll:
         job = self._jobs[rid]

@@ -19,6 +19,14 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import Part, Path
 from hicache_ray.spec import Tier
 
+#: Base pages of one record from L3: what has arrived is known, and can be used, record by record.
+LEAST_PAGES, MOST_PAGES, RECORDS = 16, 128, 8
+
+
+def piece(total: int) -> int:
+    """Base pages of one of the records in which ``total`` pages come from L3."""
+    return min(MOST_PAGES, max(LEAST_PAGES, -(-total // RECORDS)))
+
 
 @dataclass(frozen=True)
 class Leg:

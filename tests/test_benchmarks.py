@@ -43,7 +43,7 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["speed"])
     assert stop.value.code == 2
-    assert "no benchmark is called speed; choose from rule, copies, arena" in capsys.readouterr().err
+    assert "no benchmark is called speed; choose from rule, copies, host, arena" in capsys.readouterr().err
 
 
 def test_results_are_a_list_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

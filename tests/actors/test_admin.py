@@ -13,7 +13,7 @@ from tests.actors.rig import GRID, Tier, held, prompt, titled, until
 
 pytestmark = pytest.mark.ray
 ROUTES = [("GET", "/stats"), ("GET", "/config"), ("POST", "/flush"), ("POST", "/where"), ("GET", "/docs"), ("GET", "/openapi.json"),
-          ("GET", "/nothing"), ("DELETE", "/health/"), ("GET", "/")]  # fmt: skip
+          ("GET", "/explain/r"), ("GET", "/nothing"), ("DELETE", "/health/"), ("GET", "/")]  # fmt: skip
 
 
 def test_health_is_open_and_all_else_needs_the_token(tier: Tier) -> None:
@@ -118,6 +118,23 @@ def test_numbers_add_up(tier: Tier) -> None:
             assert tally["held"] == 0
     assert tier.storage()["objects"] == 2 * (16 + 4)  # of both ranks; the last chunk is not whole, so it is not kept
     assert tier.storage()["checksum_failures"] == 0
+
+
+def test_a_request_is_explained(tier: Tier) -> None:
+    tokens = prompt(2035, 2 * GRID + 1)
+    tier.generate(tokens, request_id="explained/cold")
+    tier.at_rest()
+    tier.flush("device", "host")
+    tier.generate(tokens, request_id="explained/warm")
+    tier.at_rest()
+    cold = tier.admin("GET", "/explain/explained%2Fcold").json()
+    assert (cold["resumed_tokens"], cold["limit"]["cause"], cold["longer"]["tokens"]) == (0, "never_stored", GRID)
+    warm = tier.admin("GET", "/explain/explained%2Fwarm").json()
+    assert warm["sources"] == {"full": {"storage": [[0, 8]]}, "state": {"storage": [[7, 8]]}}
+    assert (warm["resumed_tokens"], warm["limit"]["cause"], warm["longer"]) == (2 * GRID, "none", None)
+    unknown = tier.admin("GET", "/explain/nobody")
+    assert unknown.status_code == 404
+    assert unknown.json()["detail"].startswith('no replica knows a request with the id "nobody"')
 
 
 def test_the_configuration_is_shown_without_its_secrets(tier: Tier) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from hicache_ray.copies import BACKENDS, choose
-from hicache_ray.copies_cuda import touched
 from hicache_ray.copies_cudart import Attributes, Runtime
 from hicache_ray.copies_jobs import Pages
 from hicache_ray.errors import ConfigError, GroupLost
+from hicache_ray.host_memory import touched
 from hicache_ray.layout import ORDERS
 from tests.copies.test_kernel import COMPONENTS, filled, pages_of
 from tests.layers import product
