@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,46 +14,27 @@ import ray
 
 from hicache_ray import lengths
 from hicache_ray.actors.driver import Driver
+from hicache_ray.actors.messages import Begun, GroupSetup, Prompt, unknown_tenant
 from hicache_ray.actors.remote import answer
 from hicache_ray.actors.setup import capacities, settings_of
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
-from hicache_ray.config import Config
-from hicache_ray.errors import GroupLost, StoreError
+from hicache_ray.errors import ConfigError, GroupLost, RequestRefused, StoreError
 from hicache_ray.explain import differing_fields
 from hicache_ray.group import Group
-from hicache_ray.keys import Namespace, page_keys
+from hicache_ray.keys import Namespace, page_keys, space_of
 from hicache_ray.match import match
-from hicache_ray.records import Lane, Lookup, Outcome, Record, Tokens, lane_of
+from hicache_ray.records import Clear, Lane, Lookup, Outcome, Record, Tokens, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER
-from hicache_ray.spec import CacheSpec, Tier
+from hicache_ray.spec import Tier
 from hicache_ray.storage import ArenaClient
 from hicache_ray.story import Ended, Request, Sampled
 
 #: How long a rank may take to let go of storage.
 REOPEN_S = 5.0
-
-
-@dataclass(frozen=True)
-class GroupSetup:
-    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none."""
-
-    config: Config
-    spec: CacheSpec
-    namespace: Namespace
-    socket: str
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A new incarnation. ``recipe``: of the canonical bytes, which the ranks' engine tells; ``pids``: the ranks' processes; ``why``: what
-    ended the one before, empty for the first."""
-
-    incarnation: int = 0
-    recipe: Mapping[str, str] = field(default_factory=dict)
-    pids: tuple[int, ...] = ()
-    why: str = ""
+#: How long storage may take to tell what it knows of namespaces.
+DROP_S = 5.0
 
 
 @dataclass
@@ -79,6 +60,7 @@ class CoordinatorShell:
         self.tags: Mapping[str, tuple[bytes, ...]] = {}
         self.ranks = RankHandles(())
         self.begun = Begun()
+        self.attached = bool(setup.socket)
 
     async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
         """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
@@ -92,6 +74,8 @@ class CoordinatorShell:
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.ranks = RankHandles(ranks)
         self.driver = Driver(cache, self.ranks, self.store, self.tags, group)
+        if not self.attached:
+            await self.detach_storage()  # ranks that are new do not know
         await asyncio.to_thread(self._describe)
 
     def _describe(self) -> None:
@@ -100,7 +84,8 @@ class CoordinatorShell:
             return
         try:
             describe(self.store, self.setup.spec, self.begun.recipe, 1.0)
-            self.store.describe(self.setup.namespace.digest(), self.setup.namespace.record(), 1.0)
+            for namespace in (self.setup.namespace, *self.setup.tenants.values()):
+                self.store.describe(namespace.digest(), namespace.record(), 1.0)
         except StoreError:
             return
 
@@ -109,9 +94,17 @@ class CoordinatorShell:
             raise GroupLost("the cache group has not started")
         return self.driver
 
-    async def generate(self, rid: str, tokens: Sequence[int], new_tokens: int, digests: bool = False) -> AsyncIterator[dict[str, Any]]:
+    def _namespace(self, tenant: str | None) -> Namespace:
+        if tenant is None:
+            return self.setup.namespace
+        if tenant not in self.setup.tenants:
+            raise RequestRefused(unknown_tenant(tenant, self.setup.tenants))
+        return self.setup.tenants[tenant]
+
+    async def generate(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         """Events of a request as plain data: ``{"tokens", "logprobs"}`` as they come, then ``{"report"}``. Raises what ended it."""
-        request = Request(rid, np.asarray(tokens, dtype=np.int32), self.setup.namespace, new_tokens, digests=digests)
+        tokens, namespace = np.asarray(prompt.tokens, dtype=np.int32), self._namespace(prompt.tenant)
+        request = Request(prompt.rid, tokens, namespace, prompt.new_tokens, digests=prompt.digests, spans=prompt.spans)
         async for event in self._running().serve(request):
             if isinstance(event, Sampled):
                 yield {"tokens": event.tokens, "logprobs": event.logprobs}
@@ -142,11 +135,62 @@ class CoordinatorShell:
         calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
         await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
 
+    async def detach_storage(self) -> None:
+        """Take L3 away, with requests in flight: their reads end as misses. Returns when we and all ranks have let go of it."""
+        self.attached = False
+        old, self.store = self.store, None
+        if self.driver is not None:
+            self.driver.detach()
+        calls = [answer(rank.detach_storage.remote(), REOPEN_S) for rank in self.ranks.handles]
+        if old is not None:
+            await asyncio.to_thread(old.close)
+        await asyncio.gather(*calls)
+
+    async def attach_storage(self) -> None:
+        """L3 is there again, with whatever it holds. Raises :class:`ConfigError` where the deployment has none."""
+        if not self.setup.socket:
+            raise ConfigError("storage.backend is none, so there is no storage to attach; choose another backend and deploy again")
+        if self.attached:
+            return
+        await asyncio.gather(*(answer(rank.attach_storage.remote(), REOPEN_S) for rank in self.ranks.handles))
+        self.attached, self.store = True, ArenaClient(self.setup.socket)
+        if self.driver is not None:
+            self.driver.attach(self.store)
+        await asyncio.to_thread(self._describe)
+
+    async def spaces(self, wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Spaces (hex) of the namespaces, ours and those known to storage, whose records have these fields; with the records."""
+        known: dict[bytes, Mapping[str, str]] = {}
+        if self.store is not None:
+            known |= dict(await asyncio.to_thread(self.store.described, DROP_S))
+        known |= {n.digest(): n.record() for n in (self.setup.namespace, *self.setup.tenants.values())}
+        found = {d: r for d, r in known.items() if "page_size" in r and all(r.get(name) == value for name, value in wanted.items())}
+        return {space_of(digest).hex(): dict(record) for digest, record in found.items()}
+
+    async def begin_drop(self, space: str, timeout_s: float) -> dict[str, Any]:
+        """Everything of a space has left L1 and L2 when it returns, and nothing of it is written to L3 until :meth:`end_drop`."""
+        gone = await self._running().drop(bytes.fromhex(space), timeout_s)
+        return {"name": gone.rid, "device": gone.device, "host": gone.host}
+
+    async def end_drop(self, name: str) -> None:
+        """L3 has been cleared. Raises where that took so long that the drop is void."""
+        self._running().lift(name)
+
+    async def clear_space(self, space: str, timeout_s: float) -> dict[str, int]:
+        """Clear L3 of a space: how many objects were removed, and how many a scan finds afterwards. Raises :class:`StoreError`."""
+        if self.store is None:
+            return {"storage": 0, "left": 0}
+        store, prefix = self.store, bytes.fromhex(space)
+        done = await asyncio.to_thread(ask, store, self.tags, Clear(0, "drop", timeout_s, prefix))
+        if done.error:
+            raise StoreError(f"storage could not be cleared: {done.error}")
+        return {"storage": done.count, "left": await asyncio.to_thread(_count, store, prefix, timeout_s)}
+
     async def active(self) -> int:
         """Requests under way."""
         return len(self._running().group.active())
 
-    async def where(self, tokens: Sequence[int]) -> dict[str, Any]:
+    async def where(self, tokens: Sequence[int], tenant: str | None = None) -> dict[str, Any]:
         """What each tier holds of a prompt: pages per component, and the length resumable from that tier alone. Changes nothing.
 
         ``differs``: where L3 cannot give all of it, the fields of namespace or objects by which what it has of the prompt differs from what
@@ -154,7 +198,8 @@ class CoordinatorShell:
         """
         driver, spec = self._running(), self.setup.spec
         prompt = np.asarray(tokens, dtype=np.int32)
-        path = driver.cache.path(page_keys(self.setup.namespace, prompt), prompt)
+        namespace = self._namespace(tenant)
+        path = driver.cache.path(page_keys(namespace, prompt), prompt)
         settings = driver.cache.settings
         allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
         found = match(driver.cache.res, path, allowed, not settings.exact)
@@ -166,23 +211,24 @@ class CoordinatorShell:
                 told |= answer.found
             found = found.with_storage(told)
             if found.longest(Tier.STORAGE) < found.ceiling:
-                differs = await self._differs(prompt)
+                differs = await self._differs(namespace, prompt)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
         resumable = {t.value: found.longest(t) * spec.page_size for t in ORDER}
         return {"held": held, "resumable": resumable, "pages": len(found.keys), "differs": differs}
 
-    async def _differs(self, prompt: Tokens) -> tuple[str, ...]:
+    async def _differs(self, namespace: Namespace, prompt: Tokens) -> tuple[str, ...]:
         setup = self.setup
         assert self.store is not None
         try:
-            return await asyncio.to_thread(differing_fields, self.store, setup.namespace, prompt, setup.spec, self.begun.recipe)
+            return await asyncio.to_thread(differing_fields, self.store, namespace, prompt, setup.spec, self.begun.recipe)
         except StoreError:
             return ()
 
     async def stats(self) -> dict[str, Any]:
         """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
 
-        ``requests``: served since the incarnation began; ``active``: under way; ``restarted``: why there had to be a new incarnation.
+        ``requests``: served since the incarnation began; ``active``: under way; ``tenants``: tokens by source
+        of each; ``attached``: whether L3 is; ``restarted``: why there had to be a new incarnation.
         """
         driver = self._running()
         res = driver.cache.res
@@ -200,6 +246,8 @@ class CoordinatorShell:
             "requests": driver.cache.requests,
             "active": len(driver.group.active()),
             "tokens": dict(driver.cache.tokens),
+            "tenants": {name: dict(row) for name, row in driver.cache.tenants.items()},
+            "attached": self.attached,
             "tiers": tiers,
             "calls": dict(driver.calls),
             "leases": len(res.leases.open()),
@@ -219,6 +267,10 @@ class CoordinatorShell:
 
     async def ping(self) -> int:
         return os.getpid()
+
+
+def _count(store: ArenaClient, prefix: bytes, timeout_s: float) -> int:
+    return sum(1 for _ in store.scan(prefix, timeout_s))
 
 
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}

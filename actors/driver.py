@@ -23,7 +23,7 @@ from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.records import Clear, Lookup, Outcome, Record, lane_of
 from hicache_ray.spec import Tier
 from hicache_ray.store import Store
-from hicache_ray.story import Ended, Event, Request
+from hicache_ray.story import Dropped, Ended, Event, Request
 
 log = logging.getLogger("hicache_ray.actors")
 
@@ -102,6 +102,42 @@ class Driver:
             self._queues.pop(name, None)
         if isinstance(event, Ended) and event.error is not None:
             raise event.error
+
+    async def drop(self, space: bytes, timeout_s: float) -> Dropped:
+        """Everything of a space has left L1 and L2 when it returns, and nothing of it is under way to L3; new requests of it wait for
+        :meth:`lift`, at most ``timeout_s`` seconds from now. Raises :class:`~hicache_ray.errors.Busy`."""
+        self._alive()
+        queue: asyncio.Queue[Event] = asyncio.Queue(EVENT_QUEUE)
+        with self._losing():
+            name = self.group.drop_space(space, timeout_s, hold=True)
+        self._queues[name] = queue
+        try:
+            self._pump()
+            event = await queue.get()
+        finally:
+            self._queues.pop(name, None)
+        if isinstance(event, Dropped):
+            return event
+        assert isinstance(event, Ended)
+        raise event.error or GroupLost(self.lost)
+
+    def lift(self, name: str) -> None:
+        """L3 has been cleared of what was dropped. Raises where the drop has ended by itself."""
+        self._alive()
+        with self._losing():
+            self.group.lift(name)
+        self._pump()
+
+    def detach(self) -> None:
+        """L3 is taken away; see :meth:`Group.detach`."""
+        self.store = None
+        with self._losing():
+            self.group.detach()
+        self._pump()
+
+    def attach(self, store: Store) -> None:
+        self.store = store
+        self.group.attach()
 
     def lose(self, why: str) -> None:
         """The ranks cannot be used any more: every request ends with :class:`GroupLost`. Further calls are refused with the reason."""

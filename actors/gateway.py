@@ -1,28 +1,24 @@
 """The admin endpoint: flush, stats, config over HTTP for all replicas of an application. Loopback by default; everything but health needs
 the bearer token.
 
-The app is made by :func:`create_app` over any :class:`Backend`, hosted by uvicorn in an actor of its own, so that it answers while replicas
+The app is made by :func:`hicache_ray.actors.admin.create_app`, hosted by uvicorn in an actor of its own, so that it answers while replicas
 come and go.
 """
 
 import asyncio
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any
 
 import ray
 import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hicache_ray.actors import names
+from hicache_ray.actors import dropping, names
+from hicache_ray.actors.admin import UnknownNamespace, create_app
 from hicache_ray.actors.remote import answer, living
 from hicache_ray.errors import Busy, ConfigError, HiCacheError
 
@@ -32,93 +28,6 @@ ASK_S = 10.0
 FLUSH_S = 30.0
 #: Longest wait for the endpoint to bind.
 START_S = 60.0
-#: The only path that needs no token.
-OPEN = "/health"
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-
-
-class Flush(BaseModel):
-    """Body of ``POST /flush``. Without ``timeout_s`` a flush is refused while requests run."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    tiers: list[Literal["device", "host", "storage"]] = Field(default=["device", "host"], min_length=1)
-    timeout_s: float | None = Field(None, gt=0, le=600)
-
-
-class Where(BaseModel):
-    """Body of ``POST /where``: a prompt."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    input_ids: list[Token] = Field(min_length=1)
-
-
-class Backend(Protocol):
-    """What the endpoints ask of the cluster."""
-
-    async def flush(self, tiers: Sequence[str], timeout_s: float | None) -> int:
-        """Flush all replicas; how many there were. Raises :class:`Busy`, or another :class:`HiCacheError` where it is not complete."""
-        ...
-
-    async def stats(self) -> Mapping[str, Any]: ...
-
-    async def where(self, tokens: Sequence[int]) -> Mapping[str, Any]: ...
-
-    def config(self) -> Mapping[str, Any]: ...
-
-
-class Guard:
-    """Lets only what carries the token pass, whatever the route, before a body is read. The comparison takes constant time."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._wanted = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != OPEN and not self._trusted(scope):
-            told = {"detail": "send the admin token as 'Authorization: Bearer ...'"}
-            return await JSONResponse(told, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-        await self._app(scope, receive, send)
-
-    def _trusted(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and secrets.compare_digest(given[0], self._wanted)
-
-
-def create_app(backend: Backend, token: str) -> FastAPI:
-    """The admin application. ``token``: the bearer token that every route but :data:`OPEN` asks for."""
-    # No pages of documentation: they would need the token as well, and browsers do not send it.
-    app = FastAPI(title="hicache_ray admin", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, token=token)
-
-    @app.get(OPEN)
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.post("/flush")
-    async def flush(body: Flush | None = None) -> dict[str, Any]:
-        body = body or Flush()
-        try:
-            count = await backend.flush(body.tiers, body.timeout_s)
-        except Busy as error:
-            raise HTTPException(409, str(error)) from error
-        except HiCacheError as error:
-            raise HTTPException(503, str(error)) from error
-        return {"flushed": body.tiers, "replicas": count}
-
-    @app.get("/stats")
-    async def stats() -> Mapping[str, Any]:
-        return await backend.stats()
-
-    @app.post("/where")
-    async def where(body: Where) -> Mapping[str, Any]:
-        return await backend.where(body.input_ids)
-
-    @app.get("/config")
-    async def config() -> Mapping[str, Any]:
-        return backend.config()
-
-    return app
 
 
 class ClusterBackend:
@@ -131,9 +40,7 @@ class ClusterBackend:
         return self._shown
 
     async def flush(self, tiers: Sequence[str], timeout_s: float | None) -> int:
-        replicas = await self._coordinators()
-        if not replicas:
-            raise HiCacheError("no replica is up, so nobody can flush; try again when one is")
+        replicas = await self._some_coordinators()
         if timeout_s is None:
             busy = [name for name, n in (await self._ask(replicas, "active")).items() if n]
             if busy:
@@ -148,6 +55,35 @@ class ClusterBackend:
             await self._ask(replicas, "forget_storage")
         return len(replicas)
 
+    async def drop(self, fields: Mapping[str, str]) -> Mapping[str, Any]:
+        replicas = await self._some_coordinators()
+        spaces: dict[str, Any] = {}
+        calls = (answer(c.spaces.remote(dict(fields)), ASK_S) for c in replicas.values())
+        told: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        _require_all(dict(zip(replicas, told, strict=True)))
+        for found in told:
+            spaces |= found
+        if not spaces:
+            raise UnknownNamespace(f"there is no namespace with {', '.join(f'{k} {v!r}' for k, v in fields.items())}; nothing was dropped")
+        removed = await dropping.drop(replicas, sorted(spaces))
+        if set(await self._coordinators()) - set(replicas):
+            raise HiCacheError("a replica began during the drop and may have read what was dropped; drop again")
+        left = removed.pop("left")
+        return {"dropped": list(spaces.values()), "removed": removed, "left": left, "replicas": len(replicas)}
+
+    async def plug(self, attached: bool) -> int:
+        replicas = await self._some_coordinators()
+        method = "attach_storage" if attached else "detach_storage"
+        calls = (answer(getattr(c, method).remote(), ASK_S) for c in replicas.values())
+        _require_all(dict(zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True)))
+        return len(replicas)
+
+    async def _some_coordinators(self) -> Mapping[str, Any]:
+        replicas = await self._coordinators()
+        if not replicas:
+            raise HiCacheError("no replica is up, so nobody can do that; try again when one is")
+        return replicas
+
     async def stats(self) -> Mapping[str, Any]:
         replicas = await self._ask(await self._coordinators(), "stats")
         stores = await self._ask(await self._named(lambda n: names.is_storage(n, self._store)), "stats")
@@ -158,8 +94,8 @@ class ClusterBackend:
         requests = sum(r.get("requests", 0) for r in replicas.values())
         return {"tokens": totals, "requests": requests, "replicas": replicas, "storage": stores, "gateway": {"pid": os.getpid()}}
 
-    async def where(self, tokens: Sequence[int]) -> Mapping[str, Any]:
-        return await self._ask(await self._coordinators(), "where", list(tokens))
+    async def where(self, tokens: Sequence[int], tenant: str | None = None) -> Mapping[str, Any]:
+        return await self._ask(await self._coordinators(), "where", list(tokens), tenant)
 
     async def _coordinators(self) -> Mapping[str, Any]:
         return await self._named(lambda n: names.is_coordinator(n, self._app))
@@ -185,13 +121,13 @@ class ClusterBackend:
 
 
 def _require_all(outcomes: Mapping[str, Any]) -> None:
-    """Raise what kept a replica from flushing: that it is busy first of all, since the caller can do something about that."""
+    """Raise what kept a replica from doing it: that it is busy first of all, since the caller can do something about that."""
     errors = {name.rsplit(":", 1)[-1]: error for name, error in outcomes.items() if isinstance(error, BaseException)}
     for name, error in sorted(errors.items(), key=lambda item: not isinstance(item[1], Busy)):
         if isinstance(error, HiCacheError):
             raise error
         if isinstance(error, (ray.exceptions.RayError, asyncio.TimeoutError)):
-            raise HiCacheError(f"replica {name} did not complete the flush: {type(error).__name__}; try again") from error
+            raise HiCacheError(f"replica {name} did not complete that: {type(error).__name__}; try again") from error
         raise error
 
 

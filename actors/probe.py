@@ -62,7 +62,8 @@ def sized(config: Config, prompt_tokens: int, given: frozenset[str] = frozenset(
 def run(config: Config, prompt_tokens: int, progress: Progress = quiet) -> Result:
     """Start a tier, probe it, stop it. Raises :class:`HiCacheError` when a step cannot be carried out at all."""
     check(config, prompt_tokens)
-    with cluster.start(config, progress=progress) as running:
+    # A tier of its own, for nobody's clients: its requests need no key.
+    with cluster.start(config.model_copy(update={"tenants": {}}), progress=progress) as running:
         return Probe(running, prompt_tokens, progress).run()
 
 

@@ -52,6 +52,7 @@ class RankShell:
         self.lock = threading.Lock()
         self.running = 0
         self.store: ArenaClient | None = None
+        self.attached = bool(setup.socket)
 
     @ray.method(concurrency_group="compute")
     def load(self) -> dict[str, Any]:
@@ -93,9 +94,9 @@ class RankShell:
         leave()
         setup = self.setup
         tags = {name: of[setup.rank] for name, of in tags_of(self.spec, recipe).items()}
-        if self.store is None and setup.socket:
+        if self.store is None and self.attached:
             self.store = ArenaClient(setup.socket)
-        rank = Rank(setup.rank, self.spec, self.pools, tags)
+        rank = Rank(setup.rank, self.spec, self.pools, tags, setup.config.storage.batch)
         self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
         if note := self_test(rank, self.executor, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
             log.warning("rank %d: %s", setup.rank, note)
@@ -161,6 +162,21 @@ class RankShell:
             return
         self.store = self.executor.store = ArenaClient(self.setup.socket)
         old.close()
+
+    @ray.method(concurrency_group="control")
+    def detach_storage(self) -> None:
+        """Let go of storage and its memory. Transfers under way fail, later ones are refused."""
+        self.attached = False
+        old, self.store = self.store, None
+        if old is not None:
+            self.executor.store = None
+            old.close()
+
+    @ray.method(concurrency_group="control")
+    def attach_storage(self) -> None:
+        self.attached = True
+        if self.store is None:
+            self.store = self.executor.store = ArenaClient(self.setup.socket)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:

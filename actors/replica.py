@@ -20,10 +20,11 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hicache_ray.actors import names
-from hicache_ray.actors.coordinator import Begun, Coordinator, GroupSetup
+from hicache_ray.actors.coordinator import Coordinator
+from hicache_ray.actors.messages import Begun, GroupSetup, Prompt
 from hicache_ray.actors.rank import JOIN_S, RankActor, RankSetup, drain_s
 from hicache_ray.actors.remote import answer, cause
-from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of
+from hicache_ray.actors.setup import Prepared, capacities, namespace_of, recipe_of, tenant_namespaces
 from hicache_ray.config import Config
 from hicache_ray.errors import Cancelled, ConfigError, GroupLost
 
@@ -157,7 +158,8 @@ class CacheGroup:
             ray.kill(self.coordinator)
             self.coordinator = None
         namespace = namespace_of(self.config, self.prepared.model_id)
-        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket)
+        tenants = tenant_namespaces(self.config, namespace)
+        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket, tenants)
         name = names.coordinator(self.place.app, self.place.replica)
         until = asyncio.get_running_loop().time() + NAME_S
         while True:
@@ -174,9 +176,7 @@ class CacheGroup:
         strategy = PlacementGroupSchedulingStrategy(self.place.group, placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy}
 
-    async def events(
-        self, rid: str, tokens: Sequence[int], new_tokens: int, digests: bool = False
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, prompt: Prompt) -> AsyncGenerator[dict[str, Any], None]:
         """A request's events; see :meth:`CoordinatorShell.generate`. A lost group is healed and the request resubmitted: decoding is
         greedy and exact, so what was sent already is skipped, not sent twice."""
         sent = 0
@@ -184,7 +184,7 @@ class CacheGroup:
             await self._settled()
             seen, skip = self.incarnation, sent
             try:
-                async with aclosing(self._attempt(rid, list(tokens), new_tokens, digests)) as parts:
+                async with aclosing(self._attempt(prompt)) as parts:
                     async for event in parts:
                         if "tokens" in event:
                             drop = min(skip, len(event["tokens"]))
@@ -198,27 +198,27 @@ class CacheGroup:
             except (GroupLost, ray.exceptions.RayError) as error:
                 why = f"{type(error).__name__}: {error}"
                 if attempt + 1 == ATTEMPTS:
-                    raise GroupLost(f"request {rid} was lost {ATTEMPTS} times with its cache group: {error}") from error
+                    raise GroupLost(f"request {prompt.rid} was lost {ATTEMPTS} times with its cache group: {error}") from error
             await self.heal(seen, why)
 
-    async def _attempt(self, rid: str, tokens: list[int], new_tokens: int, digests: bool) -> AsyncGenerator[dict[str, Any], None]:
+    async def _attempt(self, prompt: Prompt) -> AsyncGenerator[dict[str, Any], None]:
         """One try with the present incarnation. Abandoning it cancels the request there. Raises what ended it, or RayError."""
         coordinator, ended = self.coordinator, False
         if coordinator is None:
             raise GroupLost("the cache group has no coordinator")
-        stream = coordinator.generate.options(num_returns="streaming").remote(rid, tokens, new_tokens, digests)
+        stream = coordinator.generate.options(num_returns="streaming").remote(prompt)
         try:
             async for ref in stream:
                 yield await ref
             ended = True
         except ray.exceptions.TaskCancelledError as error:
-            raise Cancelled(f"request {rid} was cancelled") from error
+            raise Cancelled(f"request {prompt.rid} was cancelled") from error
         except ray.exceptions.RayError as error:
             ended = True
             raise cause(error) from None
         finally:
             if not ended:
-                Context().run(coordinator.cancel.remote, rid)  # not a child of what is being cancelled
+                Context().run(coordinator.cancel.remote, prompt.rid)  # not a child of what is being cancelled
 
     async def healthy(self) -> bool:
         """Whether all actors answer and the group is not lost; heals when not, and then says no."""

@@ -6,6 +6,7 @@ Subclass :class:`HiCacheDeployment` to put your own front on the tier.
 import asyncio
 import hashlib
 import json
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -14,14 +15,16 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.util import get_current_placement_group
 
+from hicache_ray.actors.messages import Prompt, unknown_tenant
 from hicache_ray.actors.replica import CacheGroup, Place
 from hicache_ray.actors.setup import Prepared
 from hicache_ray.config import Config
 from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, RequestRefused
+from hicache_ray.records import Embedded
 
 
 class DuplicateId(Busy):
@@ -39,6 +42,9 @@ HEALTH_S = 240.0
 #: Requests that may wait in one of Serve's routers; one more is refused as unavailable.
 ROUTER_QUEUE = 1024
 
+#: What separates one cache from another comes from trusted code and configuration only.
+NOT_OF_A_REQUEST = ("salt", "tenant", "namespace")
+
 #: A token as the core keeps it. Whether the model knows it is for the engine to say.
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -54,6 +60,16 @@ class Generate(BaseModel):
     request_id: str | None = Field(None, min_length=1, max_length=128)
     stream: bool = False
     digests: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_namespace(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (given := [name for name in NOT_OF_A_REQUEST if name in values]):
+            raise ValueError(
+                f"a request does not say whose it is: leave out {', '.join(given)}; a tenant's clients send its key as "
+                "'Authorization: Bearer ...'"
+            )
+        return values
 
 
 class HiCacheDeployment:
@@ -83,24 +99,30 @@ class HiCacheDeployment:
         if "group" in self.__dict__:  # the constructor may have failed before
             self.group.stop()
 
-    async def generate(self, body: Generate) -> dict[str, Any]:
-        """The whole answer to a request."""
+    async def generate(self, body: Generate, tenant: str | None = None, spans: Sequence[Embedded] = ()) -> dict[str, Any]:
+        """The whole answer to a request. ``tenant``: whose it is, which only you know; without one it is in the deployment's own namespace.
+        ``spans``: what is embedded in its tokens."""
         out: dict[str, Any] = {}
-        async with aclosing(self.stream(body)) as parts:
+        async with aclosing(self.stream(body, tenant, spans)) as parts:
             async for part in parts:
                 out |= part if "output_ids" in part else {}
         return out
 
-    async def stream(self, body: Generate) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(
+        self, body: Generate, tenant: str | None = None, spans: Sequence[Embedded] = ()
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Parts of the answer as they come: ``{"token_ids", "logprobs"}``, at the end the whole answer. Closing it cancels the request."""
         await self.ready()
         self._check(body.input_ids, body.max_new_tokens)
+        if tenant is not None and tenant not in self.config.tenants:
+            raise RequestRefused(unknown_tenant(tenant, self.config.tenants))
         rid = body.request_id or uuid.uuid4().hex
         if rid in self._running:
             raise DuplicateId(f'a request with the id "{rid}" is under way; choose another request_id')
         self._running.add(rid)
         try:
-            async with aclosing(self.group.events(rid, body.input_ids, body.max_new_tokens, body.digests)) as events:
+            prompt = Prompt(rid, body.input_ids, body.max_new_tokens, body.digests, tenant, tuple(spans))
+            async with aclosing(self.group.events(prompt)) as events:
                 async for part in self._parts(rid, body, events):
                     yield part
         finally:
@@ -151,6 +173,22 @@ def status_of(error: Exception) -> HTTPException:
     raise error
 
 
+def tenant_of(config: Config, authorization: str) -> str | None:
+    """Whose request it is, by the bearer key of its header; None where there are no tenants. Raises the HTTP answer to a wrong one.
+
+    All keys are compared, each in constant time.
+    """
+    if not config.tenants:
+        return None
+    given, found = authorization.encode(), None
+    for name, tenant in config.tenants.items():
+        if tenant.key is not None and secrets.compare_digest(given, f"Bearer {tenant.key.get_secret_value()}".encode()):
+            found = name
+    if found is None:
+        raise HTTPException(401, "send the key of a tenant as 'Authorization: Bearer ...'", {"WWW-Authenticate": "Bearer"})
+    return found
+
+
 async def _events(head: dict[str, Any], parts: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
     try:
         async with aclosing(parts):
@@ -173,10 +211,11 @@ class HttpDeployment(HiCacheDeployment):
     # Annotations here are objects, not strings: Serve and FastAPI read them when the class is made.
     @http.post("/generate", response_model=None)
     async def post_generate(self, body: Generate, request: Request) -> Any:
+        tenant = tenant_of(self.config, request.headers.get("authorization", ""))
         try:
             if not body.stream:
-                return await self.generate(body)
-            parts = self.stream(body)
+                return await self.generate(body, tenant)
+            parts = self.stream(body, tenant)
             head = await anext(parts)  # so that a refusal is an HTTP status, not a broken stream
         except tuple(STATUS) as error:
             raise status_of(error) from error

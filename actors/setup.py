@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,20 @@ def namespace_of(config: Config, model_id: str) -> Namespace:
     """Who may share pages with this deployment: trusted configuration only."""
     n = config.namespace
     return Namespace(n.model_id or model_id, n.revision, n.adapter, n.salt.get_secret_value(), config.cache.page_size)
+
+
+def tenant_namespaces(config: Config, base: Namespace) -> Mapping[str, Namespace]:
+    """The namespace of each tenant: the deployment's own with the tenant's name and salt."""
+    out = {}
+    for name, tenant in config.tenants.items():
+        secret = tenant.salt.get_secret_value()
+        out[name] = replace(base, tenant=name, salt=f"{len(base.salt)}:{base.salt}:{secret}" if base.salt else secret)
+    return out
+
+
+def tenant_caps(config: Config) -> Mapping[str, int]:
+    """Bytes that each tenant with a cap may keep in one node's store."""
+    return {name: tenant.max_bytes for name, tenant in config.tenants.items() if tenant.max_bytes is not None}
 
 
 def recipe_of(config: Config, engine: Mapping[str, str]) -> Mapping[str, str]:

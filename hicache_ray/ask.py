@@ -30,11 +30,10 @@ def describe(store: Store, spec: CacheSpec, recipe: Mapping[str, str], timeout_s
 
 
 def ask(store: Store, tags: Mapping[str, tuple[bytes, ...]], record: Lookup | Clear) -> Outcome:
-    """What L3 as a whole answers: which objects of all ranks exist, in one call; or that it is empty now."""
+    """What L3 as a whole answers: which objects of all ranks exist, in one call; or how much was cleared."""
     try:
         if isinstance(record, Clear):
-            store.clear(record.timeout_s)
-            return Outcome()
+            return Outcome(count=store.clear(record.timeout_s, record.prefix))
         wanted = list(dict.fromkeys(t for c in record.components for t in tags[c]))
         answers = store.lookup(record.keys, wanted, record.timeout_s)
         return Outcome(found={c: tuple(answers[t].hit for t in tags[c]) for c in record.components})

@@ -6,19 +6,22 @@ from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 
-from hicache_ray import compute, evict, insert, lengths, load, plan, prefetch, transfer
+from hicache_ray import compute, insert, lengths, plan
 from hicache_ray.descent import Descent
 from hicache_ray.errors import CapacityError, EngineError, RequestRefused
-from hicache_ray.keys import extend_keys, look_ahead, other, page_keys, tagged
-from hicache_ray.lease import Lease, Place
+from hicache_ray.keys import extend_keys, look_ahead, other, page_keys
+from hicache_ray.lease import Lease
 from hicache_ray.match import match
-from hicache_ray.policy import Entries
-from hicache_ray.records import Clear, Compute, Digest, Lookup, Merged, Move, Record, Slots, Tokens
+from hicache_ray.records import Clear, Compute, Digest, Embedded, Merged, Record, Slots, Tokens
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import Limit, Match, Part, Path, Plan
+from hicache_ray.restore import Restore
+from hicache_ray.resume import Match, Path, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
-from hicache_ray.story import Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
+from hicache_ray.story import Dropped, Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
+
+#: Fewer bytes than this tell too little of a content.
+DIGEST_LEAST = 16
 
 
 class Cache:
@@ -31,19 +34,24 @@ class Cache:
         self.settings = settings
         self.events: list[Event] = []
         self.tokens = dict.fromkeys(("device", "host", "storage", "computed"), 0)
+        self.tenants: dict[str, dict[str, int]] = {}  # the same of each tenant
         self.requests = 0
         self.engine_owner: str | None = None
         self.spawned: list[tuple[str, Story]] = []
         self._record = 0
+        res.storage = settings.storage
         self.descent = Descent(res, settings, self._id, self.spawn)
+        self.restore = Restore(res, settings, self._id, self.descent)
 
     # -- what a request is ------------------------------------------------------------------------------------------------------
 
     def job(self, request: Request) -> Job:
-        """Check a request against the pools and hash its pages. Raises :class:`CapacityError` when it can never fit."""
+        """Check a request against the pools and hash its pages. Raises :class:`CapacityError` when it can never fit,
+        :class:`RequestRefused` where its spans make no sense."""
         count = len(request.tokens)
         if count < 1:
             raise CapacityError("a request needs at least one token; input_ids is empty")
+        _check_spans(request)
         shape = compute.Shape.cold(count, request.new_tokens)
         for name, slots in compute.need(self.spec, self.settings, shape).items():
             capacity = self.res.capacity[(Tier.DEVICE, name)]
@@ -54,11 +62,13 @@ class Cache:
                     f"a request of {count} tokens with {request.new_tokens} new ones needs {most} slots of the device pool {name!r}, which "
                     f"has {capacity}; raise cache.device_tokens (or cache.device_snapshots), or send fewer tokens"
                 )
-        return Job(request, self.path(page_keys(request.namespace, request.tokens), request.tokens), self.allowed(count, request.limit))
+        path = self.path(page_keys(request.namespace, request.tokens, request.spans), request.tokens, request.spans)
+        return Job(request, path, self.allowed(count, request.limit), self.res.era)
 
-    def path(self, keys: tuple[bytes, ...], tokens: Tokens) -> Path:
+    def path(self, keys: tuple[bytes, ...], tokens: Tokens, spans: Sequence[Embedded] = ()) -> Path:
         """The names of a prompt's pages: components that look ahead have keys of their own."""
-        ahead = {c.name: look_ahead(keys, tokens, self.spec.page_size, c.lookahead) for c in self.spec.components if c.lookahead}
+        page = self.spec.page_size
+        ahead = {c.name: look_ahead(keys, tokens, page, c.lookahead, spans) for c in self.spec.components if c.lookahead}
         return Path(keys, ahead=ahead)
 
     def allowed(self, count: int, limit: int | None = None) -> int:
@@ -67,24 +77,20 @@ class Cache:
 
     def match(self, job: Job) -> Match:
         """What is where now, L1 and L2."""
-        return match(self.res, job.path, job.allowed, not self.settings.exact)
+        return self.restore.match(job)
 
     def questions(self, found: Match) -> list[tuple[tuple[bytes, ...], tuple[str, ...]]]:
         """What to ask L3 of a prompt: keys, and the components under them, of each the kinds of bytes that count."""
-        kinds = (False,) if self.settings.exact else (False, True)
-        named: dict[tuple[bytes, ...], list[str]] = {}
-        for c in self.spec.components:
-            named.setdefault(found.keys_of(c.name), []).extend(tagged(c.name, kind) for kind in kinds)
-        return [(keys, tuple(names)) for keys, names in named.items() if keys]
+        return self.restore.questions(found)
 
     # -- stories ----------------------------------------------------------------------------------------------------------------
 
     def request(self, job: Job) -> Story:
         """match, plan, prefetch, load, compute, insert; then a backup as a story of its own."""
         try:
-            yield from self._fetch(job)
+            yield from self.restore.fetch(job)
             yield Wait.ENGINE
-            resumed = yield from self._load(job)
+            resumed = yield from self.restore.load(job)
             yield from self._compute(job, resumed)
             digests = yield from self._digests(job)
             report = self._report(job, resumed, digests)
@@ -96,10 +102,10 @@ class Cache:
     def prefetch(self, job: Job) -> Story:
         """Bring a prompt's pages near before its request runs; hold them until the caller goes on with the load, or gives up."""
         try:
-            yield from self._fetch(job)
+            yield from self.restore.fetch(job)
             yield Wait.HOLD
             yield Wait.ENGINE
-            resumed = yield from self._load(job)
+            resumed = yield from self.restore.load(job)
             job.promised = resumed.length * self.spec.page_size
         finally:
             self._release(job)
@@ -116,107 +122,30 @@ class Cache:
         for tier in LOCAL:
             if tier in tiers:
                 self.res.clear(tier)
-        if Tier.STORAGE in tiers and self.settings.storage:
+        if Tier.STORAGE in tiers and self.res.storage:
             done = yield Clear(self._id(), "flush")
             self.res.index.clear_durable()  # where it has failed, a part may be gone all the same
             if done.error:
                 raise EngineError(f"storage could not be flushed: {done.error}")
 
-    # -- parts of a story ---------------------------------------------------------------------------------------------------------
+    def drop(self, name: str, space: bytes, hold: bool) -> Story:
+        """Everything of a space leaves L1 and L2 at once, and then L3; what was begun before publishes nothing of it any more.
 
-    def _fetch(self, job: Job) -> Story:
-        """Match in all tiers and bring in from L3 what is worth it. Afterwards the plan's L2 pages are leased.
-
-        Those in L1 are not: whoever waits for the device must not keep it from the one who has it. What leaves it meanwhile is in L2, and
-        how far to resume is decided anew when the request's turn has come.
+        ``hold``: for a caller that has other groups to wait for, and L3 to clear, until it says that it has done so.
         """
-        found = self.match(job)
-        if self.settings.storage and found.longest(*LOCAL) < found.ceiling:
-            job.phase = Phase.LOOKUP
-            told: dict[str, tuple[int, ...]] = {}
-            for keys, names in self.questions(found):
-                answer = yield Lookup(self._id(), job.request.rid, keys, names, self.settings.lookup_deadline_s)
-                told |= answer.found
-                if answer.late or answer.error:
-                    job.limit = Limit.LOOKUP
-                    break
-            found = self.match(job).with_storage(told)
-            if job.limit is not Limit.LOOKUP:
-                prefetch.note(self.res, found)
-        threshold = -(-self.settings.prefetch_threshold // self.spec.page_size)
-        chosen = plan.choose(found, threshold, lambda p: prefetch.fits(self.res, found, p))
-        job.limit = chosen.limit if job.limit is Limit.NONE else job.limit
-        self._hold(job, found, chosen, (Tier.HOST,))
-        incoming = chosen.of(Tier.STORAGE)
-        if incoming:
-            job.phase = Phase.FETCHING
-            found = yield from self._read(job, found, chosen, incoming)
-            self._hold(job, found, plan.at(found, found.longest(*LOCAL)), (Tier.HOST,))
-        job.promised = found.longest(*LOCAL) * self.spec.page_size
-        job.phase = Phase.DECLINED if job.limit in (Limit.THRESHOLD, Limit.HOST_ROOM) and not incoming else Phase.READY
+        gone = self.res.drop(space)
+        yield Wait.WRITES  # one that ends after the clearing would be there again
+        count = None
+        if self.res.storage and not hold:
+            done = yield Clear(self._id(), name, prefix=space)
+            if done.error:
+                raise EngineError(f"storage could not be cleared of what was to be dropped: {done.error}")
+            count = done.count
+        self.events.append(Dropped(name, gone[Tier.DEVICE], gone[Tier.HOST], count))
+        if hold:
+            yield Wait.HOLD
 
-    def _read(self, job: Job, found: Match, chosen: Plan, incoming: Sequence[Part]) -> Generator[Record | Wait, Merged, Match]:
-        """L3 to L2, committed under the one rule."""
-        victims = evict.choose(self.res, Tier.HOST, prefetch.need(chosen))
-        if victims is None:
-            job.limit = Limit.HOST_ROOM
-            return found.only(*LOCAL)
-        evict.drop(self.res, Tier.HOST, victims)
-        moved = transfer.begin(self.res, job.request.rid, Tier.HOST, incoming, found.path)
-        try:
-            deadline = self.settings.read_deadline(chosen.length * self.spec.page_size)
-            got = yield Move(self._id(), job.request.rid, Tier.STORAGE, Tier.HOST, moved.spans(), deadline)
-            # Others have come and gone meanwhile, and room was made: what is local is asked anew.
-            prefetch.commit(self.res, self.match(job), moved, got.bits)
-            found = self.match(job)
-        finally:
-            transfer.close(self.res, moved)
-        for leg, bits in zip(moved.legs, got.bits, strict=True):
-            job.storage_pages |= {(leg.component, page) for i, page in enumerate(leg.pages.tolist()) if bits >> i & 1}
-        return found
-
-    def _load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:
-        """L2 to L1 for the longest resume that L1 and L2 allow now; make room for the rest of the request as well."""
-        found = self.match(job)
-        resumed = plan.at(found, found.longest(*LOCAL))
-        job.phase = Phase.LOADING
-        self._hold(job, found, resumed)
-        need = dict(self._need(job, resumed))
-        up = resumed.of(Tier.HOST)
-        for part in up:
-            need[part.component] += len(part.pages)
-        yield from self.descent.room(Tier.DEVICE, need)
-        if not up:
-            return resumed
-        moved = transfer.begin(self.res, job.request.rid, Tier.DEVICE, up, found.path)
-        try:
-            got = yield Move(self._id(), job.request.rid, Tier.HOST, Tier.DEVICE, moved.spans(), self.settings.copy_deadline_s)
-            load.commit(self.res, moved, got.bits)
-        finally:
-            transfer.close(self.res, moved)
-        device = self.match(job).only(Tier.DEVICE)
-        if device.longest(Tier.DEVICE) < resumed.length or plan.at(device, resumed.length).drafts != resumed.drafts:
-            return (yield from self._load_again(job, resumed, device))
-        self._hold(job, device, plan.at(device, resumed.length))
-        return resumed
-
-    def _need(self, job: Job, resumed: Plan) -> Mapping[str, int]:
-        """Device slots that the rest of a request takes."""
-        shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens)
-        return compute.need(self.spec, self.settings, shape)
-
-    def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
-        """A copy has failed: go on with what the device alone offers, and make room for what must be computed instead."""
-        shorter = min(device.longest(Tier.DEVICE), wanted.length)
-        kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}
-        resumed = plan.with_sources(plan.at(device, shorter, Limit.LOAD_FAILED), kept)
-        job.limit = Limit.LOAD_FAILED if shorter < wanted.length else job.limit
-        # What the longer resume alone needed makes room for what must be computed in its place.
-        before, job.leases = job.leases, []
-        self._hold(job, device, plan.at(device, shorter))
-        self.res.leases.release_all(before)
-        yield from self.descent.room(Tier.DEVICE, self._need(job, resumed))
-        return resumed
+    # -- parts of a story ---------------------------------------------------------------------------------------------------------
 
     def _compute(self, job: Job, resumed: Plan) -> Story:
         """Prefill and decode; then publish what was made."""
@@ -247,11 +176,14 @@ class Cache:
             if sampled >= request.new_tokens:
                 break
             steps = compute.decode_steps(shape.prompt, sampled, request.new_tokens, page)
-        job.path = self.path(extend_keys(request.namespace, job.path.keys, tokens[:end]), tokens)
+        keys = extend_keys(request.namespace, job.path.keys, tokens[:end], request.spans)
+        job.path = self.path(keys, tokens, request.spans)
         self._insert(job, run, path, end)
 
     def _insert(self, job: Job, run: compute.Run, path: Path, end: int) -> None:
         """Publish what the run made, and mark the whole path as just used. ``path``: what it resumed from."""
+        if self.restore.stale(job):
+            return  # it was dropped while it was made
         for made in compute.made(self.spec, self.settings, run, end):
             lease = run.own[made.component]
             # A component that looks ahead has no name yet for a page whose next tokens are not known.
@@ -273,17 +205,6 @@ class Cache:
     def _id(self) -> int:
         self._record += 1
         return self._record
-
-    def _lease(self, holder: str, place: Place, entries: Entries) -> Lease:
-        return self.res.leases.take(holder, place, self.res.slots(place, entries))
-
-    def _hold(self, job: Job, found: Match, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
-        """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
-        for part in chosen.parts:
-            if part.tier in tiers:
-                entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
-                self.res.touch((part.tier, part.component), entries)
-                job.leases.append(self._lease(job.request.rid, (part.tier, part.component), entries))
 
     def _release(self, job: Job) -> None:
         """Give back everything a request holds. Runs exactly once, however its story ends."""
@@ -319,7 +240,24 @@ class Cache:
         by_tier = {tier.value: n * page for tier, n in pages.items()}
         computed = len(job.request.tokens) - resumed.length * page
         self.requests += 1
-        for name, n in (*by_tier.items(), ("computed", computed)):
-            self.tokens[name] += n
+        tallies = [self.tokens]
+        if tenant := job.request.namespace.tenant:
+            tallies.append(self.tenants.setdefault(tenant, dict.fromkeys(self.tokens, 0)))
+        for tally in tallies:
+            for name, n in (*by_tier.items(), ("computed", computed)):
+                tally[name] += n
         job.phase = Phase.DONE
         return Report(by_tier["device"], by_tier["host"], by_tier["storage"], computed, job.limit, digests)
+
+
+def _check_spans(request: Request) -> None:
+    for span in request.spans:
+        if span.start < 0 or span.count < 1 or span.start + span.count > len(request.tokens):
+            raise RequestRefused(
+                f"a span covers {span.count} tokens from {span.start} on, and the prompt has {len(request.tokens)}; give spans inside of it"
+            )
+        if len(span.digest) < DIGEST_LEAST:
+            raise RequestRefused(
+                f"the digest of the span at {span.start} has {len(span.digest)} bytes; give one of the whole content, such as its sha256, "
+                f"of at least {DIGEST_LEAST}"
+            )

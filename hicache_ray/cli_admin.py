@@ -1,8 +1,9 @@
-"""The commands that talk to a running tier's admin endpoint: ``status``, ``stats``, ``flush``."""
+"""The commands that talk to a running tier's admin endpoint: ``status``, ``stats``, ``flush``, ``drop``, ``storage``."""
 
 from __future__ import annotations
 
 import json
+from enum import Enum
 from typing import Annotated, Any
 
 import httpx
@@ -17,13 +18,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Tiers = Annotated[list[str] | None, typer.Option("--tier", help="device, host or storage; repeat for several; default: device and host")]
 Timeout = Annotated[float | None, typer.Option(help="seconds to wait for running requests; without it a busy tier refuses")]
 
-REQUEST_S = 90.0
+#: A drop may wait as long as replicas may take to let go and storage to clear itself.
+REQUEST_S = 150.0
+
+
+class What(str, Enum):
+    """What to do with storage."""
+
+    DETACH = "detach"
+    ATTACH = "attach"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (status, stats, flush):
+    for command in (status, stats, flush, drop):
         app.command()(command)
+    app.command("storage")(plug)
 
 
 def status(url: Url = None, token: Token = None) -> None:
@@ -52,6 +62,19 @@ def flush(url: Url = None, token: Token = None, tier: Tiers = None, timeout: Tim
     body: dict[str, Any] = {"tiers": tier or ["device", "host"], "timeout_s": timeout}
     done = _call("POST", "/flush", url, token, body)
     Console().print(f"flushed {', '.join(done['flushed'])} of {done['replicas']} replica(s)")
+
+
+def drop(tenant: Annotated[str, typer.Argument(help="name of the tenant")], url: Url = None, token: Token = None) -> None:
+    """Drop everything of a tenant from all tiers of all replicas. Complete when it returns."""
+    done = _call("POST", "/drop", url, token, {"tenant": tenant})
+    gone = ", ".join(f"{count} from {tier}" for tier, count in done["removed"].items())
+    Console().print(f"dropped {tenant}: {gone}; {done['left']} left")
+
+
+def plug(what: Annotated[What, typer.Argument(help="detach or attach")], url: Url = None, token: Token = None) -> None:
+    """Take storage away from all replicas, with requests in flight, or give it back."""
+    done = _call("POST", f"/storage/{what.value}", url, token)
+    Console().print(f"storage is {what.value}ed {'to' if done['attached'] else 'from'} {done['replicas']} replica(s)")
 
 
 def _call(method: str, path: str, url: str | None, token: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:

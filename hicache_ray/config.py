@@ -127,6 +127,7 @@ class StorageConfig(Section):
     size: Size = Field(512 * 1024**2, description="hard cap of one node's store", json_schema_extra=_BYTES)
     directory: str | None = Field(None, description="folder of the arena's files; null: shared memory")
     lease_s: Seconds = Field(30.0, description="how long a reader may hold an object before its bytes may be reused")
+    batch: Count = Field(128, description="most objects of one call to the store; a longer transfer makes several")
     name: Name = Field("hicache-storage", description="name of the store; clusters on one machine need different ones")
 
 
@@ -177,6 +178,16 @@ class NamespaceConfig(Section):
     salt: SecretStr = Field(SecretStr(""), description="secret of a tenant: caches with unlike salts share nothing")
 
 
+class TenantConfig(Section):
+    """One tenant: who may use the cache of this deployment apart from the others."""
+
+    salt: SecretStr = Field(min_length=8, description="secret of the tenant, at least 8 characters: no other tenant finds its pages")
+    key: SecretStr | None = Field(
+        None, min_length=8, description="bearer key of its clients, at least 8 characters; null: it has no access over HTTP"
+    )
+    max_bytes: Size | None = Field(None, description="cap of what it keeps in each node's store; null: none", json_schema_extra=_BYTES)
+
+
 class Config(Section):
     """The whole tree. Build it with :func:`hicache_ray.config_sources.load`, whose errors are sentences."""
 
@@ -187,6 +198,18 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     admin: AdminConfig = AdminConfig()
     namespace: NamespaceConfig = NamespaceConfig()
+    tenants: dict[Name, TenantConfig] = {}
+
+    @model_validator(mode="after")
+    def _tenants_apart(self) -> Self:
+        known: dict[str, str] = {}
+        for name, tenant in self.tenants.items():
+            if tenant.key is None:
+                continue
+            other = known.setdefault(tenant.key.get_secret_value(), name)
+            if other != name:
+                raise ValueError(f"tenants.{other}.key and tenants.{name}.key are equal; give every tenant a key of its own")
+        return self
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
@@ -213,23 +236,41 @@ def settings() -> Mapping[str, FieldInfo]:
     return {f"{s}.{name}": field for s, section in sections().items() for name, field in section.model_fields.items()}
 
 
+def tenant_settings() -> Mapping[str, FieldInfo]:
+    """The settings of every tenant: name -> pydantic's description of it. Their dotted names are ``tenants.NAME.setting``."""
+    return TenantConfig.model_fields
+
+
+def setting(name: str) -> FieldInfo | None:
+    """What the dotted name stands for, also of a tenant; None where it is no setting."""
+    section, _, rest = name.partition(".")
+    return tenant_settings().get(rest.rpartition(".")[2]) if section == "tenants" and "." in rest else settings().get(name)
+
+
+def _known(name: str) -> FieldInfo:
+    found = setting(name)
+    if found is None:
+        raise KeyError(name)
+    return found
+
+
 def choices(name: str) -> tuple[Any, ...]:
     """The values that the setting ``name`` can take in this version where they are a fixed list, else an empty tuple."""
-    annotation = settings()[name].annotation
+    annotation = _known(name).annotation
     return tuple(v for v in get_args(annotation) if v not in NOT_YET.get(name, ())) if get_origin(annotation) is Literal else ()
 
 
 def is_secret(name: str) -> bool:
     """Whether the value of this setting must never be shown."""
-    annotation = settings()[name].annotation
+    annotation = _known(name).annotation
     return annotation is SecretStr or SecretStr in get_args(annotation)
 
 
 def is_size(name: str) -> bool:
     """Whether the setting is a number of bytes."""
-    return settings()[name].json_schema_extra == _BYTES
+    return _known(name).json_schema_extra == _BYTES
 
 
 def is_optional(name: str) -> bool:
     """Whether the setting may be null."""
-    return NoneType in get_args(settings()[name].annotation)
+    return NoneType in get_args(_known(name).annotation)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hicache_ray.config import choices, is_secret, sections, settings
+from hicache_ray.config import choices, is_secret, sections, setting, settings, tenant_settings
 
 _TEXT = "it must be text; in a file, put it in quotes"
 _WHOLE = "it must be a whole number"
@@ -49,8 +49,10 @@ def sentences(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
 def unknown(name: str, origin: str) -> str:
     """The sentence about a setting that does not exist."""
     section, _, field = name.partition(".")
-    if section not in sections():
-        legal = f"the sections are {', '.join(sections())}"
+    if section == "tenants":
+        legal = f"a tenant has a name and the settings {', '.join(tenant_settings())}, as in tenants.acme.salt"
+    elif section not in sections():
+        legal = f"the sections are {', '.join(sections())}, tenants"
     else:
         legal = f"the settings of {section} are {', '.join(sections()[section].model_fields)}"
     near = difflib.get_close_matches(name, settings(), n=1, cutoff=0.75) or [n for n in settings() if n.partition(".")[2] == field]
@@ -59,8 +61,12 @@ def unknown(name: str, origin: str) -> str:
 
 
 def _sentence(kind: str, loc: tuple[int | str, ...], value: object, context: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    name = ".".join(str(part) for part in loc[:2])
-    if name not in settings():  # a rule between settings: its own text is a whole sentence
+    name = ".".join(str(part) for part in loc[: 3 if loc[:1] == ("tenants",) else 2])
+    if loc[2:] == ("[key]",):
+        return f'tenants has a tenant of the name "{loc[1]}"; {_ADVICE["string_pattern_mismatch"]}'
+    if kind == "missing" and setting(name) is not None:
+        return f"{name} is missing; every tenant needs one"
+    if setting(name) is None:  # a rule between settings: its own text is a whole sentence
         return str(context.get("error", f"{name or 'the configuration'}: {context['msg']}"))
     if kind == "literal_error":
         advice = f"choose one of {', '.join(str(c) for c in choices(name))}"

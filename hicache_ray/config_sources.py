@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic import SecretStr, ValidationError
 
-from hicache_ray.config import Config, choices, is_optional, is_size, settings
+from hicache_ray.config import Config, choices, is_optional, is_size, setting, settings, tenant_settings
 from hicache_ray.config_problems import sentences, unknown
 from hicache_ray.config_sizes import format_size
 from hicache_ray.errors import ConfigError
@@ -79,20 +79,28 @@ def load(file: FileText | None = None, env: Mapping[str, str] | None = None, fla
     problems = []
     for source in (_from_file(file), _from_env(env or {}), _from_flags(flags or {})):
         for name, value, origin in source:
-            if name not in origins:
+            if setting(name) is None:
                 problems.append(unknown(name, origin))
                 continue
             values[name], origins[name] = value, origin
     if problems:
         raise ConfigError("\n".join(problems))
-    return Loaded(_build(values, origins), origins)
+    config = _build(values, origins)
+    for name in tenant_names(config):
+        origins.setdefault(name, DEFAULT)
+    return Loaded(config, origins)
+
+
+def tenant_names(config: Config) -> list[str]:
+    """Dotted names of the settings of the tenants that there are."""
+    return [f"tenants.{tenant}.{field}" for tenant in config.tenants for field in tenant_settings()]
 
 
 def changed(config: Config, values: Mapping[str, object]) -> Config:
     """``config`` with some settings (dotted names) replaced, checked like the original."""
-    if wrong := [unknown(name, "the caller") for name in values if name not in settings()]:
+    if wrong := [unknown(name, "the caller") for name in values if setting(name) is None]:
         raise ConfigError("\n".join(wrong))
-    return _build({name: _value(config, name) for name in settings()} | dict(values), {})
+    return _build({name: _value(config, name) for name in (*settings(), *tenant_names(config))} | dict(values), {})
 
 
 def render(loaded: Loaded) -> list[Row]:
@@ -102,11 +110,7 @@ def render(loaded: Loaded) -> list[Row]:
 
 def masked(config: Config) -> dict[str, dict[str, Any]]:
     """The tree as plain JSON values, secrets masked: what an operator may see."""
-    out: dict[str, dict[str, Any]] = {}
-    for name in settings():
-        section, field = name.split(".")
-        out.setdefault(section, {})[field] = _hide(_value(config, name))
-    return out
+    return _tree({name: _hide(_value(config, name)) for name in (*settings(), *tenant_names(config))})
 
 
 def reference() -> str:
@@ -117,6 +121,9 @@ def reference() -> str:
         legal = ", ".join(f"`{value}`" for value in choices(name))
         meaning = f"{legal}: {field.description}" if legal else field.description
         lines.append(f"| `{name}` | `{_text(name, _value(default, name))}` | {meaning} |")
+    for name, field in tenant_settings().items():
+        value = "" if field.is_required() else "`null`"
+        lines.append(f"| `tenants.NAME.{name}` | {value} | {field.description} |")
     return "\n".join(lines) + "\n"
 
 
@@ -142,7 +149,17 @@ def _from_file(file: FileText | None) -> _Items:
         if not isinstance(fields or {}, dict):
             raise ConfigError(f"{section} in {file.path} must hold settings, one 'name: value' on each line, indented below it")
         for name, value in (fields or {}).items():
-            yield f"{section}.{name}", value, f"file {file.path}"
+            if section == "tenants":
+                yield from _tenant(file, name, value)
+            else:
+                yield f"{section}.{name}", value, f"file {file.path}"
+
+
+def _tenant(file: FileText, tenant: object, fields: object) -> _Items:
+    if not isinstance(fields, dict) or not fields:
+        raise ConfigError(f"tenants.{tenant} in {file.path} must hold settings, such as 'salt: ...' indented below it")
+    for name, value in fields.items():
+        yield f"tenants.{tenant}.{name}", value, f"file {file.path}"
 
 
 def _parse(file: FileText) -> Any:
@@ -159,6 +176,8 @@ def _parse(file: FileText) -> Any:
 def _from_env(env: Mapping[str, str]) -> _Items:
     for variable in sorted(v for v in env if v.startswith(ENV_PREFIX)):
         name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
+        if name.startswith("tenants."):  # whose names are in lower case where they come from here
+            name = ".".join(name.rsplit("__", 1))
         yield name, _unset_or(name, env[variable]), f"env {variable}"
 
 
@@ -170,23 +189,35 @@ def _from_flags(flags: Mapping[str, object]) -> _Items:
 
 def _unset_or(name: str, value: object) -> object:
     """``null`` and the empty text unset a setting that may be null; files have null itself."""
-    return None if name in settings() and is_optional(name) and value in ("", "null") else value
+    return None if setting(name) is not None and is_optional(name) and value in ("", "null") else value
 
 
 def _build(values: Mapping[str, object], origins: Mapping[str, str]) -> Config:
-    tree: dict[str, dict[str, object]] = {}
-    for name, value in values.items():
-        section, field = name.split(".")
-        tree.setdefault(section, {})[field] = value
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(_tree(values))
     except ValidationError as error:
         problems = sentences(error, origins)
     raise ConfigError("\n".join(problems))  # outside the handler: pydantic's own text shows values, secrets among them
 
 
+def _tree(values: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+    """Dotted names as sections with settings, tenants as a section of sections."""
+    out: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, rest = name.split(".", 1)
+        if section == "tenants":
+            tenant, rest = rest.rsplit(".", 1)
+            out.setdefault(section, {}).setdefault(tenant, {})[rest] = value
+        else:
+            out.setdefault(section, {})[rest] = value
+    return out
+
+
 def _value(config: Config, name: str) -> Any:
-    section, field = name.split(".")
+    section, field = name.split(".", 1)
+    if section == "tenants":
+        tenant, field = field.rsplit(".", 1)
+        return getattr(config.tenants[tenant], field)
     return getattr(getattr(config, section), field)
 
 

@@ -58,7 +58,7 @@ class Descent:
         own = self._own(path)
         if all(len(p.pages) <= backup.room(self.res, p.component, own[p.component]) for p in left):
             return
-        while left and self.settings.storage:
+        while left and self.res.storage:
             own = self._own(path)
             some = [Part(p.component, p.tier, p.pages[: backup.room(self.res, p.component, own[p.component])]) for p in left]
             yield from self._copy_down(some, path, own)
@@ -68,7 +68,7 @@ class Descent:
                 break
         for part in left:
             self.res.counters[(Tier.HOST, part.component)].refused += len(part.pages)
-        if self.settings.storage:
+        if self.res.storage:
             evict.drop(self.res, Tier.HOST, {c.name: self._passed(c.name, path) for c in self.spec.components})
 
     def _passed(self, component: str, path: Path) -> Entries:
@@ -117,7 +117,7 @@ class Descent:
             self.spawn("persist", self.persist(path))
             return
         yield from self.persist(path)
-        if not any(len(p.pages) for p in taken) or not self.settings.storage or backup.not_durable(self.res, path):
+        if not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
             tried |= left
             for component, _ in left:
                 self.res.counters[(Tier.HOST, component)].refused += 1
@@ -145,7 +145,7 @@ class Descent:
 
     def persist(self, path: Path) -> Story:
         """L2 to L3. The pages are leased now, also where the story that writes them begins later."""
-        parts = backup.not_durable(self.res, path) if self.settings.storage else ()
+        parts = backup.not_durable(self.res, path) if self.res.storage else ()
         return self._write(transfer.begin(self.res, "persist", Tier.STORAGE, parts, path))
 
     def _write(self, moved: transfer.Transfer) -> Story:
@@ -156,7 +156,8 @@ class Descent:
             got = yield Move(self._next_id(), "persist", Tier.HOST, Tier.STORAGE, moved.spans(), deadline)
             self._count(moved, got, Tier.STORAGE)
             for leg, bits in zip(moved.legs, got.bits, strict=True):
-                sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1]
+                known = transfer.fresh(self.res, moved, leg)
+                sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
                 self.res.index.set_durable((Tier.HOST, leg.component), entries)
         finally:

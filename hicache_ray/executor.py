@@ -31,12 +31,14 @@ STAGING_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank is: its place in the group, its pools, its tags (component -> tag)."""
+    """What one rank is: its place in the group, its pools, its tags (component -> tag). ``batch``: most objects of one call of
+    the store."""
 
     rank: int
     spec: CacheSpec
     pools: Pools
     tags: Mapping[str, bytes]
+    batch: int = 128
 
 
 class Executor:
@@ -190,12 +192,11 @@ class Executor:
         staged = self._staging.get(component)
         if staged is None:
             host = self._rank.pools[Tier.HOST][component]
-            if items:
-                yield items, [host.page(int(slots[i])) for i in items]
+            for batch in _batches(items, self._rank.batch):
+                yield batch, [host.page(int(slots[i])) for i in batch]
             return
         pool, down, _ = staged
-        for start in range(0, len(items), pool.slots):
-            batch = items[start : start + pool.slots]
+        for batch in _batches(items, min(pool.slots, self._rank.batch)):
             if fill:
                 down.copy(slots[batch], np.arange(len(batch), dtype=np.int32))
             yield batch, [pool.page(j) for j in range(len(batch))]
@@ -206,6 +207,10 @@ class Executor:
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
         names = [span.keys[i] for i in items]
         return [page_of(name) + self._rank.tags[tagged(span.component, is_other(name))] for name in names]
+
+
+def _batches(items: list[int], most: int) -> Iterator[list[int]]:
+    return (items[start : start + most] for start in range(0, len(items), most))
 
 
 def touched_slots(spec: CacheSpec, record: Compute) -> tuple[dict[str, Slots], dict[str, Slots]]:

@@ -13,73 +13,20 @@ at the deadline: a slot is never given out while somebody may still write to it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
-from hicache_ray.cache import Cache
-from hicache_ray.errors import Busy, Cancelled, CapacityError, GroupLost, HiCacheError, Inconsistent
-from hicache_ray.lease import Lease
-from hicache_ray.records import Clear, Lookup, Merged, Move, Outcome, Record
+from hicache_ray.errors import Busy, Cancelled, CapacityError, GroupLost, HiCacheError
+from hicache_ray.flights import STORE, Envelope, Tale, merge
+from hicache_ray.records import Clear, Merged, Outcome
 from hicache_ray.spec import Tier
-from hicache_ray.story import Ended, Event, Job, Request, Story, Wait
+from hicache_ray.story import Event, Job, Request, Wait
+from hicache_ray.tales import Tales
 
-#: The "rank" that answers questions about L3 as a whole.
-STORE = -1
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """One record for one rank (or :data:`STORE`), of one incarnation of the group."""
-
-    rank: int
-    record: Record
-    incarnation: int
+__all__ = ["STORE", "Envelope", "Group", "merge"]
 
 
-@dataclass
-class Tale:
-    """A story under way. ``kind``: request, prefetch, backup or flush."""
-
-    name: str
-    kind: str
-    story: Story
-    job: Job | None = None
-    waits: Wait | Record | None = None
-    started: bool = False
-    cancelled: bool = False
-    deadline: float | None = None
-
-
-@dataclass
-class Flight:
-    """A record that the ranks are executing. ``tale`` is None once its story went on without it."""
-
-    record: Record
-    tale: Tale | None
-    ranks: tuple[int, ...]
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    deadline: float | None = None
-    leases: list[Lease] = field(default_factory=list)
-
-
-class Group:
+class Group(Tales):
     """See the module. ``clock`` gives seconds, monotonic."""
-
-    def __init__(self, cache: Cache, clock: Callable[[], float], incarnation: int = 1, max_requests: int = 1024) -> None:
-        self.cache = cache
-        self.incarnation = incarnation
-        self.max_requests = max_requests
-        self._ranks = tuple(range(cache.spec.ranks))
-        self._clock = clock
-        self._tales: dict[str, Tale] = {}
-        self._flights: dict[int, Flight] = {}
-        self._outbox: deque[Envelope] = deque()
-        self._engine: deque[Tale] = deque()
-        self._events: list[Event] = []
-        self._background = 0
-        self._flushing: Tale | None = None
-        self._held_back: deque[Tale] = deque()
 
     # -- what callers ask ---------------------------------------------------------------------------------------------------------
 
@@ -143,6 +90,48 @@ class Group:
         self._start(tale)
         return tale.name
 
+    def drop_space(self, space: bytes, timeout_s: float = 30.0, hold: bool = False) -> str:
+        """Begin to drop everything of a namespace's space (:func:`hicache_ray.keys.space_of`); a :class:`~hicache_ray.story.Dropped` event
+        with the returned name says when it is gone, an :class:`Ended` one when that is over.
+
+        Requests under way end as usual and publish nothing of the space; prefetches of it are revoked; new requests of it begin
+        afterwards. ``hold``: L3 is the caller's to clear, who calls :meth:`lift` when that is done; should that not come within
+        ``timeout_s`` seconds, it ends by itself. Raises :class:`Busy` when the space is being dropped.
+        """
+        if space in self._dropping:
+            raise Busy("this namespace is being dropped; try again when that is complete")
+        for tale in [t for t in self._tales.values() if t.kind == "prefetch" and t.job and t.job.space == space]:
+            if tale not in self._held_back:
+                self.cancel(tale.name)
+        name = self._own_name("drop")
+        tale = Tale(name, "drop", self.cache.drop(name, space, hold), deadline=self._clock() + timeout_s)
+        self._dropping[space] = tale
+        self._start(tale)
+        return name
+
+    def lift(self, name: str) -> None:
+        """A drop that is held ends. Raises where it is over, or not complete: what was to be dropped may have come back."""
+        tale = self._tales.get(name)
+        if tale is None or tale.waits is not Wait.HOLD or tale.kind != "drop":
+            raise HiCacheError("the drop took too long and has ended by itself; drop again")
+        self._advance(tale)
+        self._changed()
+
+    def detach(self) -> None:
+        """L3 is taken away: nothing is asked of it, read from it or written to it until :meth:`attach`.
+
+        Whoever waits for it goes on without it now. The slots of what is in flight stay leased until the ranks have reported.
+        """
+        self.cache.res.storage = False
+        self.cache.res.index.clear_durable()
+        self._cut_short([f for f in self._flights.values() if f.tale is not None and f.of_storage], "storage was detached")
+        self._changed()
+
+    def attach(self) -> None:
+        """L3 is there (again), with whatever it holds."""
+        self.cache.res.index.clear_durable()
+        self.cache.res.storage = True
+
     def evict(self, tier: Tier, need: Mapping[str, int]) -> None:
         """Make room in a tier: afterwards ``need`` slots per component are free."""
         self._start(Tale(self._own_name("evict"), "backup", self.cache.evict(tier, need)))
@@ -192,15 +181,13 @@ class Group:
     def tick(self) -> None:
         """Act on deadlines that have passed: a read or a lookup counts as failed where it has not been reported; waits end."""
         now = self._clock()
-        for flight in [f for f in self._flights.values() if f.tale is not None and f.deadline is not None and f.deadline <= now]:
-            tale, flight.tale = flight.tale, None
-            none = Outcome(bits=(0,) * _spans(flight.record), error="the deadline passed")
-            merged = merge(flight.record, [flight.outcomes.get(r, none) for r in flight.ranks])
-            assert tale is not None
-            self._resume(tale, Merged(**{**merged.__dict__, "late": True}))
+        over = [f for f in self._flights.values() if f.tale is not None and f.deadline is not None and f.deadline <= now]
+        self._cut_short(over, "the deadline passed")
         for tale in [t for t in self._tales.values() if t.deadline is not None and t.deadline <= now]:
             waits = tale.waits
-            if isinstance(waits, Wait):
+            if waits is Wait.ROOM:
+                self._advance(tale, Merged(late=True))
+            elif isinstance(waits, Wait):
                 self._stop_waiting(tale)
                 error: Exception = Busy(f"{waits.value} did not happen within the timeout")
                 if waits is Wait.CHANGE:
@@ -220,157 +207,8 @@ class Group:
             self._engine.clear()
             self._advance(tale, error=GroupLost(why))
 
-    # -- how stories move -----------------------------------------------------------------------------------------------------------
-
-    def _own_name(self, what: str) -> str:
-        """For a story of the group's own. Callers choose their ids freely, so a name may be taken."""
-        while True:
-            self._background += 1
-            name = f"{what} {self._background}"
-            if name not in self._tales:
-                return name
-
-    def _start(self, tale: Tale) -> None:
-        self._tales[tale.name] = tale
-        if self._flushing is not None and tale.kind in ("request", "prefetch"):
-            tale.waits = Wait.QUIET
-            self._held_back.append(tale)
-        else:
-            self._advance(tale)
-        self._changed()
-
-    def _resume(self, tale: Tale, merged: Merged) -> None:
-        if tale.cancelled:
-            self._advance(tale, error=Cancelled(f"request {tale.name} was cancelled"))
-        else:
-            self._advance(tale, merged)
-
-    def _advance(self, tale: Tale, value: Merged | None = None, error: Exception | None = None) -> None:
-        """Run a story to where it waits next, or to its end."""
-        started, tale.started, tale.waits = tale.started, True, None
-        if tale.kind != "flush":
-            tale.deadline = None
-        try:
-            if error is not None:
-                waits = tale.story.throw(error)
-            else:
-                waits = tale.story.send(value if started else None)  # type: ignore[arg-type]
-        except StopIteration:
-            self._end(tale, None)
-        except Inconsistent:
-            raise  # nobody can go on from here
-        except HiCacheError as failure:
-            self._end(tale, failure)
-        else:
-            self._wait(tale, waits)
-        self._adopt_spawned()
-
-    def _end(self, tale: Tale, error: Exception | None) -> None:
-        del self._tales[tale.name]
-        if self._flushing is tale:
-            self._flushing = None
-            waiting, self._held_back = self._held_back, deque()
-            for other in waiting:
-                self._advance(other)
-        self._events += self.cache.events
-        self.cache.events.clear()
-        if error is not None or tale.kind == "flush":
-            self._events.append(Ended(tale.name, error=error))
-
-    def _wait(self, tale: Tale, waits: Wait | Record) -> None:
-        tale.waits = waits
-        self._events += self.cache.events
-        self.cache.events.clear()
-        if isinstance(waits, Wait):
-            if waits is Wait.ENGINE:
-                self._engine.append(tale)
-            elif waits is Wait.CHANGE:
-                tale.deadline = self._clock() + self.cache.settings.room_deadline_s
-            return
-        self._launch(tale, waits)
-
-    def _launch(self, tale: Tale, record: Record) -> None:
-        tale.deadline = None  # a record has its own
-        to_store = isinstance(record, Lookup | Clear)
-        flight = Flight(record, tale, (STORE,) if to_store else self._ranks)
-        # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
-        if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
-            flight.deadline = self._clock() + record.timeout_s
-        if isinstance(record, Move):
-            for span in record.spans:
-                for tier, slots in ((record.source, span.source), (record.target, span.target)):
-                    if tier is not Tier.STORAGE:
-                        flight.leases.append(self.cache.res.leases.take(f"record {record.id}", (tier, span.component), slots))
-        self._flights[record.id] = flight
-        self._outbox += [Envelope(rank, record, self.incarnation) for rank in flight.ranks]
-
-    def _adopt_spawned(self) -> None:
-        while self.cache.spawned:
-            name, story = self.cache.spawned.pop(0)
-            tale = Tale(self._own_name(name), "backup", story)
-            self._tales[tale.name] = tale
-            self._advance(tale)
-
-    def _stop_waiting(self, tale: Tale) -> None:
-        for queue in (self._engine, self._held_back):
-            if tale in queue:
-                queue.remove(tale)
-
-    def _changed(self) -> None:
-        """Something completed: those who wait for that may go on, and those who wait for them."""
-        moved = True
-        while moved:
-            moved = False
-            for tale in [t for t in self._tales.values() if t.waits is Wait.CHANGE]:
-                deadline = tale.deadline
-                self._advance(tale)
-                if tale.waits is Wait.CHANGE:
-                    tale.deadline = deadline
-                else:
-                    moved = True
-            while self.cache.engine_owner is None and self._engine:
-                tale = self._engine.popleft()
-                self.cache.engine_owner = tale.name
-                self._advance(tale)
-                moved = True
-            flush = self._flushing
-            if flush is not None and flush.waits is Wait.QUIET and not self._disturbing():
-                self._advance(flush)
-                moved = True
-
-    def _disturbing(self) -> list[str]:
-        """What a flush waits for: everything but itself, revoked prefetches whose read is still in flight, and those who wait for it."""
-        waiting = [self._flushing, *self._held_back]
-        tales = [t.name for t in self._tales.values() if t not in waiting and not (t.kind == "prefetch" and t.cancelled)]
-        # A write to L3 that its story has given up may still land.
-        late = [f.record.rid for f in self._flights.values() if isinstance(f.record, Move) and f.record.target is Tier.STORAGE]
-        return tales + late
-
     def check(self) -> None:
         """Raise unless every structure is consistent, and at rest nothing is leased."""
         self.cache.res.check()
         if self.idle and self.cache.res.leases.open():
             raise HiCacheError(f"nothing is under way and leases are open: {self.cache.res.leases.open()}")
-
-
-def _spans(record: Record) -> int:
-    return len(record.spans) if isinstance(record, Move) else 0
-
-
-def merge(record: Record, outcomes: Sequence[Outcome]) -> Merged:
-    """One outcome for all ranks: bits intersected; what must agree is compared. Raises :class:`GroupLost` where ranks differ."""
-    error = next((o.error for o in outcomes if o.error), "")
-    spans = _spans(record)
-    bits = []
-    for i in range(spans):
-        both = -1
-        for outcome in outcomes:
-            both &= outcome.bits[i] if i < len(outcome.bits) else 0
-        bits.append(both)
-    first = outcomes[0]
-    if not error and any(o.output != first.output for o in outcomes):
-        raise GroupLost(f"the ranks sampled different tokens: {[o.output for o in outcomes]}")
-    # Digests are told for all ranks or not at all: a rank that failed has none to set beside the others'.
-    names = () if error else first.digests
-    digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in names}
-    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, any(o.refused for o in outcomes))

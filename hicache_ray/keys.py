@@ -1,11 +1,12 @@
 """Names of bytes: page keys, object tags, and the readable records beside them.
 
 The *page key* of page ``i`` ends in a sha256 chain over the namespace and all tokens up to the end of that page; it never depends on rank,
-TP size or component. Before that stand the *space*, the same in all keys of a namespace, and the *group*, the same in all keys of a path
-from page ``GROUP_PAGES - 1`` on: a store of many nodes keeps what it knows of a group on one of them, so that it finds, and loses, prefixes
-as a whole. (The pages before that are in the group of their first one: a path cannot know how it will go on.) A *tag* names one of the
-objects under a page key: component and geometry, shard, recipe. Every hashed field is length-prefixed, so that no two lists of fields share
-an encoding. Nothing depends on the process (no ``hash()``, no dict order, native byte order fixed).
+TP size or component. What is embedded in a prompt (an image) is hashed into every page that it touches. Before that stand the *space*, the
+same in all keys of a namespace, and the *group*, the same in all keys of a path from page ``GROUP_PAGES - 1`` on: a store of many nodes
+keeps what it knows of a group on one of them, so that it finds, and loses, prefixes as a whole. (The pages before that are in the group of
+their first one: a path cannot know how it will go on.) A *tag* names one of the objects under a page key: component and geometry, shard,
+recipe. Every hashed field is length-prefixed, so that no two lists of fields share an encoding. Nothing depends on the process (no
+``hash()``, no dict order, native byte order fixed).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from hicache_ray.records import Tokens
+from hicache_ray.records import Embedded, Tokens
 from hicache_ray.spec import CacheSpec, Component, Shard
 from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES, TAG_BYTES
 
@@ -68,17 +69,20 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     return np.ascontiguousarray(tokens, dtype=np.int32)
 
 
-def page_keys(namespace: Namespace, tokens: Tokens) -> tuple[bytes, ...]:
-    """Keys of the whole pages of ``tokens`` (int32): ``len(tokens) // page_size`` keys of ``KEY_BYTES`` bytes."""
-    return extend_keys(namespace, (), tokens)
+def page_keys(namespace: Namespace, tokens: Tokens, spans: Sequence[Embedded] = ()) -> tuple[bytes, ...]:
+    """Keys of the whole pages of ``tokens`` (int32): ``len(tokens) // page_size`` keys of ``KEY_BYTES`` bytes.
+
+    ``spans``: what is embedded in them, in any order; pages before the first are named as if there were none.
+    """
+    return extend_keys(namespace, (), tokens, spans)
 
 
-def extend_keys(namespace: Namespace, known: tuple[bytes, ...], tokens: Tokens) -> tuple[bytes, ...]:
+def extend_keys(namespace: Namespace, known: tuple[bytes, ...], tokens: Tokens, spans: Sequence[Embedded] = ()) -> tuple[bytes, ...]:
     """The same, given the keys of a first part of the pages."""
-    return chain(namespace.digest(), namespace.page_size, known, tokens)
+    return chain(namespace.digest(), namespace.page_size, known, tokens, spans)
 
 
-def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens) -> tuple[bytes, ...]:
+def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens, spans: Sequence[Embedded] = ()) -> tuple[bytes, ...]:
     """The chain of page keys that starts at ``root``, continued over the whole pages of ``tokens`` from what is ``known``."""
     raw = np.ascontiguousarray(tokens, dtype="<i4").data.cast("B")
     head = (size * 4).to_bytes(8, "little")
@@ -90,6 +94,8 @@ def chain(root: bytes, size: int, known: tuple[bytes, ...], tokens: Tokens) -> t
         h = hashlib.sha256(digest)
         h.update(head)
         h.update(raw[i * size * 4 : (i + 1) * size * 4])
+        if spans:
+            h.update(_embedded(spans, i * size, (i + 1) * size))
         digest = h.digest()
         if i in (0, GROUP_PAGES - 1):
             group = digest[:GROUP_BYTES]
@@ -107,13 +113,29 @@ def group_of(key: bytes) -> bytes:
     return key[SPACE_BYTES : SPACE_BYTES + GROUP_BYTES]
 
 
-def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: int) -> tuple[bytes, ...]:
+def _embedded(spans: Sequence[Embedded], begin: int, end: int) -> bytes:
+    """What is embedded in ``[begin, end)``: where each begins from there, how long it is, its digest with its length. Nothing where
+    nothing is, so that text is named as if there were no such thing; its length is known, so that nothing else is named alike."""
+    here = sorted(span for span in spans if span.touches(begin, end))
+    return b"".join(
+        (span.start - begin).to_bytes(8, "little", signed=True)
+        + span.count.to_bytes(8, "little")
+        + len(span.digest).to_bytes(8, "little")
+        + span.digest
+        for span in here
+    )
+
+
+def look_ahead(keys: tuple[bytes, ...], tokens: Tokens, page_size: int, count: int, spans: Sequence[Embedded] = ()) -> tuple[bytes, ...]:
     """Keys of pages whose bytes also depend on the next ``count`` tokens (a draft's), as far as those are known."""
     raw = np.ascontiguousarray(tokens, dtype="<i4")
     known = max(0, min(len(keys), (len(raw) - count) // page_size))
-    ends = ((i + 1) * page_size for i in range(known))
-    named = zip(keys, ends, strict=False)
-    return tuple(key[:-DIGEST_BYTES] + _digest(("hicache_ray.ahead.1", key, raw[end : end + count].tobytes())) for key, end in named)
+    out = []
+    for i, key in enumerate(keys[:known]):
+        end = (i + 1) * page_size
+        next_spans = [_embedded(spans, end, end + count)] if any(s.touches(end, end + count) for s in spans) else []
+        out.append(key[:-DIGEST_BYTES] + _digest(("hicache_ray.ahead.1", key, raw[end : end + count].tobytes(), *next_spans)))
+    return tuple(out)
 
 
 def object_record(spec: CacheSpec, component: Component, rank: int, recipe: Mapping[str, str]) -> dict[str, str]:

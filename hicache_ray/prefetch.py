@@ -32,6 +32,12 @@ def fits(res: Residency, match: Match, plan: Plan) -> bool:
     return True
 
 
+def could_fit(res: Residency, plan: Plan) -> bool:
+    """Whether the host pools could take them if nobody else leased anything there."""
+    used = {part.component: len(part.pages) for part in plan.of(Tier.HOST)}
+    return all(count + used.get(c, 0) <= res.capacity[(Tier.HOST, c)] for c, count in need(plan).items())
+
+
 def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -> None:
     """Publish what of a prefetch is worth something, by the one rule. ``match``: what L1 and L2 have now.
 
@@ -43,13 +49,13 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
             mine = np.array([is_other(name) is kind for name in leg.keys], dtype=bool)
             at = tagged(leg.component, kind)
             host[at] = host.get(at, 0) | _pages(leg.pages, leg_bits & to_bits(mine))
-    now = replace(match, found={**match.found, Tier.HOST: host})
-    k = now.longest(*ORDER)
+    after = replace(match, found={**match.found, Tier.HOST: host})
+    k = after.longest(*ORDER)
     keep = []
     for leg, leg_bits in zip(moved.legs, bits, strict=True):
         component, length = res.spec[leg.component], k
         if component.role == "draft":
-            local = now.present[Tier.DEVICE][component.name] | now.present[Tier.HOST][component.name]
+            local = after.present[Tier.DEVICE][component.name] | after.present[Tier.HOST][component.name]
             length = lengths.drafted(component, local, k, res.spec.page_size)
         wanted = lengths.needed(component, length, res.spec.page_size)
         keep.append(sum(1 << i for i in wanted))
@@ -57,7 +63,9 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
     transfer.arrive(res, moved, bits, keep)
     for leg, leg_bits in zip(moved.legs, bits, strict=True):
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
-        res.index.set_durable((Tier.HOST, leg.component), res.index.find(leg.keys), from_bits(leg_bits, len(leg.keys)))
+        now = transfer.fresh(res, moved, leg)
+        names = [key for key, known in zip(leg.keys, now, strict=True) if known]
+        res.index.set_durable((Tier.HOST, leg.component), res.index.find(names), from_bits(leg_bits, len(leg.keys))[now])
 
 
 def note(res: Residency, found: Match) -> None:

@@ -21,6 +21,20 @@ Slots: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, order=True)
+class Embedded:
+    """Tokens ``[start, start + count)`` of a prompt that stand for something else, an image or a sound: what they mean is not in their
+    ids. ``digest``: of its content, all of it; equal digests say equal content."""
+
+    start: int
+    count: int
+    digest: bytes
+
+    def touches(self, begin: int, end: int) -> bool:
+        """Whether one of its tokens is in ``[begin, end)``."""
+        return self.start < end and begin < self.start + self.count
+
+
 @dataclass(frozen=True)
 class Span:
     """Pages of one component that move. Item ``i`` goes from ``source[i]`` to ``target[i]``; on the storage side the slots are empty
@@ -105,11 +119,12 @@ class Digest:
 
 @dataclass(frozen=True)
 class Clear:
-    """Empty L3 of everything. Outcome: no error when it is done."""
+    """Empty L3 of everything whose key begins with ``prefix``. Outcome: no error when it is done; ``count`` objects were removed."""
 
     id: int
     rid: str
     timeout_s: float = 30.0
+    prefix: bytes = b""
 
 
 Record: TypeAlias = Move | Lookup | Compute | Digest | Clear
@@ -147,6 +162,7 @@ class Outcome:
     digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     error: str = ""
     refused: bool = False
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,7 @@ class Merged:
     digests: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     error: str = ""
     refused: bool = False
+    count: int = 0
     late: bool = False
 
 

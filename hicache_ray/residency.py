@@ -12,7 +12,7 @@ import numpy as np
 
 from hicache_ray.errors import Inconsistent
 from hicache_ray.index import ABSENT, Index
-from hicache_ray.keys import is_other
+from hicache_ray.keys import is_other, space_of
 from hicache_ray.lease import Lease, Leases, Place
 from hicache_ray.policy import Entries, Lru, order
 from hicache_ray.records import Slots
@@ -37,7 +37,7 @@ class Counters:
 
 @dataclass
 class Residency:
-    """One per cache group. ``capacity``: slots per place."""
+    """One per cache group. ``capacity``: slots per place. ``storage``: whether L3 is attached now. ``era``: how many drops there were."""
 
     spec: CacheSpec
     capacity: Mapping[Place, int]
@@ -46,6 +46,9 @@ class Residency:
     counters: dict[Place, Counters] = field(init=False)
     index: Index = field(init=False)
     leases: Leases = field(init=False)
+    storage: bool = True
+    era: int = 0
+    _dropped: dict[bytes, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = {place: SlotPool(n) for place, n in self.capacity.items()}
@@ -114,6 +117,25 @@ class Residency:
         for place in self.pools:
             if place[0] is tier:
                 self.withdraw(place, self.index.in_place(place))
+
+    def drop(self, space: bytes) -> Mapping[Tier, int]:
+        """Everything of a namespace's space leaves both tiers, leased or not; whoever uses it still has its slots, and nothing else.
+
+        Returns how many pages and snapshots there were. What began before this is stale: see :meth:`stale`.
+        """
+        self.era += 1
+        self._dropped[space] = self.era
+        removed = dict.fromkeys(LOCAL, 0)
+        for place in self.pools:
+            entries = self.index.in_place(place)
+            mine = entries[np.fromiter((space_of(self.index.key(e)) == space for e in entries.tolist()), dtype=bool, count=len(entries))]
+            removed[place[0]] += len(mine)
+            self.withdraw(place, mine)
+        return removed
+
+    def stale(self, name: bytes, era: int) -> bool:
+        """Whether what a name (of an object, or of a space) belongs to was dropped after ``era``: bytes from before are not published."""
+        return self._dropped.get(space_of(name), 0) > era
 
     def check(self) -> None:
         """Raise :class:`Inconsistent` unless counts, leases and links agree: free + held + cached = capacity, leased is resident."""

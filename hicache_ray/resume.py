@@ -103,8 +103,11 @@ class Match:
 
     def with_storage(self, found: Mapping[str, Sequence[int]]) -> Match:
         """The same with what a lookup found: per component one bitset for each rank, of which only what all have counts."""
-        storage = {name: lengths.on_all(per_rank) for name, per_rank in found.items()}
-        return replace(self, found={**self.found, Tier.STORAGE: storage})
+        return self.with_found(Tier.STORAGE, {name: lengths.on_all(per_rank) for name, per_rank in found.items()})
+
+    def with_found(self, tier: Tier, found: Mapping[str, int]) -> Match:
+        """The same with what a tier has."""
+        return replace(self, found={**self.found, tier: found})
 
 
 class Limit(str, Enum):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from hicache_ray.keys import Namespace
+from hicache_ray.keys import Namespace, space_of
 from hicache_ray.lease import Lease
-from hicache_ray.records import Merged, Record, Tokens
+from hicache_ray.records import Embedded, Merged, Record, Tokens
 from hicache_ray.resume import Limit, Path
 
 
@@ -23,6 +23,8 @@ class Wait(Enum):
 
     ENGINE = "its turn on the device"
     CHANGE = "something in flight to complete"
+    ROOM = "host memory that others use; it ends with an answer that is late"
+    WRITES = "writes to storage under way to end"
     QUIET = "all requests and backups to end"
     HOLD = "its caller"
 
@@ -34,7 +36,8 @@ PageDigests: TypeAlias = Mapping[str, Mapping[int, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. ``limit``: the caller's own cap on the resumed length, in tokens. ``digests``: report those of all it uses and makes."""
+    """One prompt. ``limit``: the caller's own cap on the resumed length, in tokens. ``digests``: report those of all it uses and makes.
+    ``spans``: what is embedded in the prompt."""
 
     rid: str
     tokens: Tokens
@@ -42,6 +45,7 @@ class Request:
     new_tokens: int = 1
     limit: int | None = None
     digests: bool = False
+    spans: tuple[Embedded, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,18 @@ class Ended:
     error: Exception | None = None
 
 
-Event: TypeAlias = Sampled | Ended
+@dataclass(frozen=True)
+class Dropped:
+    """Event: everything of a space has left L1 and L2 and, where ``storage`` is told, L3; nothing of it is under way to any of them.
+    In pages and snapshots (of one rank), in L3 in objects."""
+
+    rid: str
+    device: int
+    host: int
+    storage: int | None = None
+
+
+Event: TypeAlias = Sampled | Ended | Dropped
 
 
 class Phase(str, Enum):
@@ -96,13 +111,22 @@ class Phase(str, Enum):
 
 @dataclass
 class Job:
-    """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's."""
+    """A request under way: what the stages have found out, and what it holds. ``path``: its keys; which objects are meant is a match's.
+
+    ``era``: of the residency when it began.
+    """
 
     request: Request
     path: Path
     allowed: int
+    era: int = 0
     phase: Phase = Phase.QUEUED
     promised: int = 0
     limit: Limit = Limit.NONE
     leases: list[Lease] = field(default_factory=list)
     storage_pages: set[tuple[str, int]] = field(default_factory=set)
+
+    @property
+    def space(self) -> bytes:
+        """The space of its namespace."""
+        return space_of(self.path.keys[0] if self.path.keys else self.request.namespace.digest())

@@ -9,70 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import or_
 from typing import Any
 
-from hicache_ray import lengths
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.copies import Mover, choose
 from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
 from hicache_ray.executor import Executor, Rank
-from hicache_ray.explain import differing_fields
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.keys import ANY, Namespace, as_tokens, other, page_keys, tagged
-from hicache_ray.match import match
+from hicache_ray.keys import ANY, as_tokens, space_of
 from hicache_ray.pool import Pool
-from hicache_ray.records import Clear, Compute, Lane, Lookup, Move, Outcome, Tokens, lane_of
+from hicache_ray.records import Clear, Embedded, Lookup, Move, Outcome, Tokens
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Tier
 from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.story import Ended, Event, Job, Phase, Request, Sampled
-from hicache_ray.testing_parts import ContentEngine, FakeClock, chunked, full, state, window
+from hicache_ray.story import Dropped, Ended, Event, Job, Phase, Request, Sampled
+from hicache_ray.testing_parts import ContentEngine, FakeClock, Poll, Probe, Served, chunked, full, state, window
+from hicache_ray.testing_questions import TIERS, Questions
 from hicache_ray.testing_queues import QueuedEngine, fake_mover
 
 __all__ = ["FakeClock", "Poll", "Probe", "Served", "Stack", "chunked", "full", "state", "window"]
 
-TIERS: Mapping[str, Tier] = {"l1": Tier.DEVICE, "l2": Tier.HOST, "l3": Tier.STORAGE}
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Resumable lengths in tokens: from each tier alone, and from all together. ``differs``: fields that kept L3 from being a hit."""
-
-    l1: int
-    l2: int
-    l3: int
-    reusable: int
-    differs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Poll:
-    """State of a prefetch: a :class:`Phase` value, or ``failed`` / ``cancelled``. ``tokens``: what may be promised to others."""
-
-    state: str
-    tokens: int
-    limit: str
-
-
-@dataclass(frozen=True)
-class Served:
-    """How a finished request was served, in tokens."""
-
-    l1: int
-    l2: int
-    l3: int
-    computed: int
-
 
 @dataclass
-class Stack:
+class Stack(Questions):
     """One cache group. Capacities in pages per component (snapshots: a page's worth each); see ``cases.md`` for the words.
 
     ``devices``: one for each rank, whose queues then run its copies and its engine; without them a copy is done when it returns.
@@ -151,7 +114,8 @@ class Stack:
     # -- requests -----------------------------------------------------------------------------------------------------------------
 
     def put(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> Served:
-        """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change.
+        """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change;
+        ``spans``: what is embedded.
 
         Its backup is under way when this returns; :meth:`settle` lets it complete.
         """
@@ -165,7 +129,7 @@ class Stack:
 
     def begin(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> str:
         """The same, only begun; it moves with :meth:`step` and :meth:`settle`."""
-        request = self._request(tokens, rid, decoded, more.get("namespace", {}), more.get("limit"))
+        request = self._request(tokens, rid, decoded, more.get("namespace", {}), more.get("limit"), more.get("spans", ()))
         self._jobs[request.rid] = self.group.submit(request)
         self._collect()
         return request.rid
@@ -279,91 +243,6 @@ class Stack:
                 r = event.report
                 self.served[event.rid] = Served(r.device, r.host, r.storage, r.computed)
 
-    # -- questions ------------------------------------------------------------------------------------------------------------------
-
-    def probe(self, tokens: Iterable[int], limit: int | None = None, **more: Any) -> Probe:
-        """How far a request could resume. Changes nothing."""
-        tokens, ns = as_tokens(list(tokens)), self._namespace(more.get("namespace", {}))
-        found = match(self.res, self._path(tokens, ns), self.cache.allowed(len(tokens), limit), not self.exact)
-        assert self.store is not None
-        told: dict[str, tuple[int, ...]] = {}
-        for keys, names in self.cache.questions(found):
-            told |= ask(self.store, self.tags, Lookup(0, "probe", keys, names)).found
-        found = found.with_storage(told)
-        l1, l2, l3 = (found.longest(t) * self.page for t in ORDER)
-        differs: tuple[str, ...] = ()
-        if l3 < lengths.longest(found.allowed) * self.page:
-            differs = differing_fields(self.store, ns, tokens, self.spec, self.recipe)
-        return Probe(l1, l2, l3, found.longest(*ORDER) * self.page, differs)
-
-    def have(self, tier: str, pool: str, tokens: Iterable[int], rank: int = 0) -> set[int]:
-        """Page indices (of states: lengths) of a path that a tier has."""
-        keys = self._path(as_tokens(list(tokens))).names(pool)
-        if TIERS[tier] is Tier.STORAGE:
-            assert self.store is not None
-            tags = [self.tags[tagged(pool, kind)][rank] for kind in self._kinds]
-            bits = reduce(or_, (answer.hit for answer in self.store.lookup(keys, tags, 1.0).values()))
-        else:
-            place = (TIERS[tier], pool)
-            bits = reduce(or_, (self.res.index.present(place, self.res.index.find(names)) for names in self._names(keys)))
-        return {self._number(pool, i) for i in range(len(keys)) if bits >> i & 1}
-
-    def drop(self, tier: str, pool: str, tokens: Iterable[int], which: Iterable[int], rank: int | None = None) -> None:
-        """Remove some pages (lengths) of a path from a tier; from L3 on one rank or on all."""
-        keys = self._path(as_tokens(list(tokens))).names(pool)
-        chosen = [keys[self._index(pool, w)] for w in which]
-        if TIERS[tier] is not Tier.STORAGE:
-            for names in self._names(chosen):
-                entries = self.res.index.find(names)
-                self.res.withdraw((TIERS[tier], pool), entries[self.res.index.slots((TIERS[tier], pool), entries) >= 0])
-            return
-        assert self.store is not None
-        for kind in self._kinds:
-            of = self.tags[tagged(pool, kind)]
-            for tag in of if rank is None else (of[rank],):
-                self.store.drop([k + tag for k in chosen], 1.0)
-
-    def draft(self, rid: str, pool: str) -> int:
-        """How many tokens of its cache the draft was told to hold when the request began to compute."""
-        for envelope in self.executed[0]:
-            if isinstance(envelope.record, Compute) and envelope.record.rid == rid:
-                return envelope.record.valid[pool]
-        raise HiCacheError(f"request {rid} has not begun to compute")
-
-    def read(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
-        """Bytes of what the longest resume from the device would use of a pool, in canonical order."""
-        self._settle_devices()
-        tokens = as_tokens(list(tokens))
-        found = self._found(tokens)
-        names = found.path.names(pool, self._used(tokens, pool))
-        slots = self.res.slots((Tier.DEVICE, pool), self.res.index.find(names))
-        return b"".join(self._engines[rank].read(self.spec[pool], int(slot)) for slot in slots)
-
-    def made(self, tokens: Iterable[int], pool: str, rank: int = 0) -> bytes:
-        """The bytes that a recompute would give in the place of :meth:`read`."""
-        tokens = as_tokens(list(tokens))
-        engine = self._engines[rank]
-        return b"".join(engine.content(self.spec[pool], tokens, (i + 1) * self.page) for i in self._used(tokens, pool))
-
-    def _path(self, tokens: Tokens, ns: Namespace | None = None) -> Path:
-        return self.cache.path(page_keys(ns or self.ns, tokens), tokens)
-
-    def _found(self, tokens: Tokens) -> Match:
-        """What the device alone has of a prompt."""
-        allowed = self.cache.allowed(len(tokens))
-        return match(self.res, self._path(tokens), allowed, not self.exact).only(Tier.DEVICE)
-
-    def _used(self, tokens: Tokens, pool: str) -> range:
-        return lengths.needed(self.spec[pool], self._found(tokens).longest(Tier.DEVICE), self.page)
-
-    @property
-    def _kinds(self) -> tuple[bool, ...]:
-        """Canonical bytes, and others where they count."""
-        return (False,) if self.exact else (False, True)
-
-    def _names(self, keys: Sequence[bytes]) -> list[list[bytes]]:
-        return [[other(k) if kind else k for k in keys] for kind in self._kinds]
-
     # -- force ----------------------------------------------------------------------------------------------------------------------
 
     def evict_l1(self, pages: int) -> None:
@@ -389,29 +268,36 @@ class Stack:
         if name in self.errors:
             raise self.errors[name]
 
-    def audit(self) -> None:
-        """Raises unless every count, lease and link is consistent, and every rank has executed its records in the one order.
+    def drop_space(self, **namespace: str) -> Dropped:
+        """Drop everything of a namespace (fields to change) from all tiers, with whatever is under way. Raises what kept it from that."""
+        name = self.group.drop_space(space_of(self._namespace(namespace).digest()))
+        self._collect()
+        while not any(isinstance(e, Ended) and e.rid == name for e in self.events):
+            if not self._round():
+                raise HiCacheError("the drop waits for something that nothing under way will bring")
+        if name in self.errors:
+            raise self.errors[name]
+        return next(e for e in self.events if isinstance(e, Dropped) and e.rid == name)
 
-        A rank computes, copies and talks to storage beside each other; the order is that of the records of one kind.
-        """
-        self._settle_devices()
-        self.group.check()
-        for lane in Lane:
-            first, *others = ([e.record.id for e in executed if lane_of(e.record) is lane] for executed in self.executed)
-            if any(mine[: len(first)] != first[: len(mine)] for mine in others):
-                raise HiCacheError(f"two ranks have executed {lane} records in different orders")
+    def detach(self) -> None:
+        """L3 is taken away; the ranks' handles stay, as those of real ones do until they have let go."""
+        self.group.detach()
+        self._collect()
 
-    def _settle_devices(self) -> None:
-        """What is enqueued is done; raises what a rank's engine has found wrong meanwhile."""
-        for device in self.devices:
-            device.settle()
+    def attach(self) -> None:
+        self.group.attach()
 
     # -- small things ---------------------------------------------------------------------------------------------------------------
 
-    def _namespace(self, more: Mapping[str, str]) -> Namespace:
-        return Namespace(**{"model": "test", "page_size": self.page, **self.namespace, **more})  # type: ignore[arg-type]
-
-    def _request(self, tokens: Iterable[int], rid: str | None, decoded: int, namespace: Mapping[str, str], limit: int | None) -> Request:
+    def _request(
+        self,
+        tokens: Iterable[int],
+        rid: str | None,
+        decoded: int,
+        namespace: Mapping[str, str],
+        limit: int | None,
+        spans: Sequence[Embedded] = (),
+    ) -> Request:
         tokens = as_tokens(list(tokens))
         self._next += 1
         name = rid or f"request {self._next}"
@@ -421,10 +307,4 @@ class Stack:
         ns = self._namespace(namespace)
         assert self.store is not None
         self.store.describe(ns.digest(), ns.record(), 1.0)
-        return Request(name, tokens[: len(tokens) - decoded], ns, decoded + 1, limit)
-
-    def _number(self, pool: str, index: int) -> int:
-        return (index + 1) * self.page if self.spec[pool].is_state else index
-
-    def _index(self, pool: str, number: int) -> int:
-        return number // self.page - 1 if self.spec[pool].is_state else number
+        return Request(name, tokens[: len(tokens) - decoded], ns, decoded + 1, limit, spans=tuple(spans))

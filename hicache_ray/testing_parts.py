@@ -18,6 +18,36 @@ KV = (Field("k", 2, 4), Field("v", 2, 4))
 STATE = (Field("conv", 1, 6), Field("recurrent", 2, 8, 4, "float32"))
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Resumable lengths in tokens: from each tier alone, and from all together. ``differs``: fields that kept L3 from being a hit."""
+
+    l1: int
+    l2: int
+    l3: int
+    reusable: int
+    differs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Poll:
+    """State of a prefetch: a :class:`Phase` value, or ``failed`` / ``cancelled``. ``tokens``: what may be promised to others."""
+
+    state: str
+    tokens: int
+    limit: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a finished request was served, in tokens."""
+
+    l1: int
+    l2: int
+    l3: int
+    computed: int
+
+
 @dataclass
 class FakeClock:
     """Seconds that pass only when somebody says so."""

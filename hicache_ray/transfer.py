@@ -40,11 +40,15 @@ class Leg:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What moves between two tiers for one holder. Give its leases back with :func:`close` whatever happens."""
+    """What moves between two tiers for one holder. Give its leases back with :func:`close` whatever happens.
+
+    ``era``: when it began; what was dropped since does not become visible.
+    """
 
     source: Tier
     target: Tier
     legs: tuple[Leg, ...]
+    era: int = 0
 
     def spans(self) -> tuple[Span, ...]:
         return tuple(leg.span() for leg in self.legs)
@@ -66,7 +70,7 @@ def begin(res: Residency, holder: str, target: Tier, parts: Sequence[Part], path
         if target is not Tier.STORAGE:
             take = res.leases.alloc(holder, (target, part.component), len(names))
         legs.append(Leg(part.component, part.pages, names, give, take))
-    return Transfer(source, target, tuple(legs))
+    return Transfer(source, target, tuple(legs), res.era)
 
 
 def arrive(res: Residency, transfer: Transfer, bits: Sequence[int], keep: Sequence[int] | None = None) -> None:
@@ -74,7 +78,7 @@ def arrive(res: Residency, transfer: Transfer, bits: Sequence[int], keep: Sequen
     for i, leg in enumerate(transfer.legs):
         if leg.target is None:
             continue
-        flags = from_bits(bits[i], len(leg.keys))
+        flags = from_bits(bits[i], len(leg.keys)) & fresh(res, transfer, leg)
         if keep is not None:
             top = int(leg.pages[-1]) + 1 if len(leg.pages) else 0
             flags &= from_bits(keep[i], top)[leg.pages]
@@ -82,6 +86,13 @@ def arrive(res: Residency, transfer: Transfer, bits: Sequence[int], keep: Sequen
         part = Lease(leg.target.id, leg.target.holder, place, leg.target.slots[flags])
         entries = res.publish(place, [k for k, f in zip(leg.keys, flags, strict=True) if f], part)
         res.touch(place, entries)
+
+
+def fresh(res: Residency, transfer: Transfer, leg: Leg) -> npt.NDArray[np.bool_]:
+    """Which items of a leg are not of what was dropped since the transfer began."""
+    if res.era == transfer.era:
+        return np.ones(len(leg.keys), dtype=bool)
+    return np.array([not res.stale(key, transfer.era) for key in leg.keys], dtype=bool)
 
 
 def close(res: Residency, transfer: Transfer) -> None:

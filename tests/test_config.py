@@ -198,7 +198,7 @@ def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
     (said,) = refusal(file=file("tier: {x: 1}"))
     assert said == (
         "there is no setting tier.x (set by file tier.yaml); "
-        "the sections are model, cache, storage, engine, serve, admin, namespace"
+        "the sections are model, cache, storage, engine, serve, admin, namespace, tenants"
     )  # fmt: skip
     (said,) = refusal(flags={"layout": "page_first"})
     assert "there is no setting layout (set by flag layout)" in said
@@ -285,6 +285,62 @@ def test_a_changed_copy_is_checked_like_the_original() -> None:
         changed(config, {"cache.grid": 64})
     with pytest.raises(ConfigError, match=r"there is no setting cache\.nothing"):
         changed(config, {"cache.nothing": 1})
+
+
+TENANTS = "tenants: {acme: {salt: the salt of acme, key: key-of-acme, max_bytes: 1GiB}, zenith: {salt: the salt of zenith}}"
+
+
+def test_tenants_come_from_a_file_and_the_environment() -> None:
+    env = {"HICACHE__TENANTS__ACME__MAX_BYTES": "2GiB", "HICACHE__TENANTS__NEW_ONE__SALT": "of a third one"}
+    loaded = load(file(TENANTS), env)
+    found = loaded.config.tenants
+    assert list(found) == ["acme", "zenith", "new_one"]
+    assert (found["acme"].max_bytes, found["zenith"].max_bytes, found["zenith"].key) == (2**31, None, None)
+    assert found["new_one"].salt.get_secret_value() == "of a third one"
+    rows = {row.name: (row.value, row.origin) for row in render(loaded) if row.name.startswith("tenants.")}
+    assert rows == {
+        "tenants.acme.salt": (HIDDEN, "file tier.yaml"),
+        "tenants.acme.key": (HIDDEN, "file tier.yaml"),
+        "tenants.acme.max_bytes": ("2GiB", "env HICACHE__TENANTS__ACME__MAX_BYTES"),
+        "tenants.zenith.salt": (HIDDEN, "file tier.yaml"),
+        "tenants.zenith.key": ("null", "default"),
+        "tenants.zenith.max_bytes": ("null", "default"),
+        "tenants.new_one.salt": (HIDDEN, "env HICACHE__TENANTS__NEW_ONE__SALT"),
+        "tenants.new_one.key": ("null", "default"),
+        "tenants.new_one.max_bytes": ("null", "default"),
+    }
+    assert masked(loaded.config)["tenants"]["zenith"] == {"salt": HIDDEN, "key": None, "max_bytes": None}
+    assert "salt of" not in f"{loaded!r} {render(loaded)} {masked(loaded.config)}"
+    other = changed(loaded.config, {"tenants.zenith.max_bytes": 5, "model.tp": 2})
+    assert other.tenants["zenith"].max_bytes == 5
+    assert other.tenants["acme"] == found["acme"]
+    assert load().config.tenants == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a b: {salt: 12345678}", 'tenants has a tenant of the name "a b"; use at most 48 letters, digits, - and _'),
+        ("a: {key: 12345678}", "tenants.a.salt is missing; every tenant needs one"),
+        ("a: 5", "tenants.a in tier.yaml must hold settings, such as 'salt: ...' indented below it"),
+        ("a: {}", "tenants.a in tier.yaml must hold settings, such as 'salt: ...' indented below it"),
+        ("a: {salt: short}", "tenants.a.salt is not as it should be (its value is not shown); it must have at least 8"),
+        ("a: {salt: long enough, max_bytes: 2G}", 'tenants.a.max_bytes is "2G"; write bytes, or a number with a unit'),
+        ("a: {salt: long enough, secret: x}", "there is no setting tenants.a.secret (set by file tier.yaml); a tenant has a name and"),
+        (
+            "a: {salt: long enough, key: the same key}, b: {salt: long enough, key: the same key}",
+            "tenants.a.key and tenants.b.key are equal; give every tenant a key of its own",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tenant_that_is_not_apart_is_refused(text: str, sentence: str) -> None:
+    assert refusal(file=file(f"tenants: {{{text}}}"))[0].startswith(sentence)
+
+
+def test_a_variable_that_names_no_setting_of_a_tenant_is_refused() -> None:
+    (said,) = refusal(env={"HICACHE__TENANTS__ACME": "x"})
+    assert said.startswith("there is no setting tenants.acme (set by env HICACHE__TENANTS__ACME); a tenant has a name and the settings")
 
 
 def test_the_tree_is_frozen() -> None:

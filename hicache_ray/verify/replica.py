@@ -145,7 +145,7 @@ class Replica:
             if isinstance(event, Sampled):
                 answer.output += event.tokens
                 answer.logprobs += event.logprobs
-            else:
+            elif isinstance(event, Ended):
                 answer.report, answer.error = event.report, event.error
 
     # -- tiers --------------------------------------------------------------------------------------------------------------------------

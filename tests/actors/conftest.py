@@ -9,12 +9,12 @@ import pytest
 
 from hicache_ray.actors import cluster
 from hicache_ray.config_sources import load
-from tests.actors.rig import Tier, ray_folders, shared_memory, small
+from tests.actors.rig import Tier, ray_folders, shared_memory, small, tenants
 
 
 @pytest.fixture(scope="session")
 def tier() -> Iterator[Tier]:
-    config = load(flags=small()).config
+    config = load(flags=small() | tenants()).config
     others = set(psutil.Process().children())  # of other tests in this run, such as a tracker that multiprocessing keeps
     running = cluster.start(config)
     mine = [child for child in psutil.Process().children() if child not in others]

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,17 @@ def small() -> dict[str, object]:
     }
 
 
+def tenants() -> dict[str, object]:
+    """Settings of two tenants; requests are of the first unless they say otherwise."""
+    return {
+        "tenants.acme.salt": "the salt of acme",
+        "tenants.acme.key": "key-of-acme",
+        "tenants.zenith.salt": "the salt of zenith",
+        "tenants.zenith.key": "key-of-zenith",
+        "tenants.inside.salt": "of no access over HTTP",
+    }
+
+
 def prompt(seed: int, count: int) -> list[int]:
     """Tokens that no other seed begins with."""
     tokens: list[int] = np.random.default_rng([77, seed]).integers(3, VOCABULARY, count).tolist()
@@ -90,12 +101,26 @@ class Tier:
 
     cluster: Cluster
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120.0))
+    name: str = ""
 
     # -- as a client --------------------------------------------------------------------------------------------------------------
 
     def post(self, tokens: Sequence[int], new: int = 4, **more: Any) -> httpx.Response:
         body = {"input_ids": list(tokens), "max_new_tokens": new, "return_logprob": True, **more}
-        return self.client.post(f"{self.cluster.url}/generate", json=body)
+        return self.client.post(f"{self.cluster.url}/generate", json=body, headers=self.headers())
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant that requests are of where nothing else is said: the first one, if there are any."""
+        return self.name or next(iter(self.cluster.config.tenants), None)
+
+    def headers(self) -> dict[str, str]:
+        key = None if self.tenant is None else self.cluster.config.tenants[self.tenant].key
+        return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
+
+    def of(self, tenant: str) -> Tier:
+        """The same tier as another tenant sees it."""
+        return replace(self, name=tenant)
 
     def generate(self, tokens: Sequence[int], new: int = 4, **more: Any) -> dict[str, Any]:
         """A whole answer, which accounts for every token of the prompt."""
@@ -110,7 +135,7 @@ class Tier:
     def streamed(self, tokens: Sequence[int], new: int) -> Iterator[Iterator[dict[str, Any]]]:
         """Events of a streamed request as they come. Leaving the block hangs up."""
         body = {"input_ids": list(tokens), "max_new_tokens": new, "return_logprob": True, "stream": True}
-        with httpx.stream("POST", f"{self.cluster.url}/generate", json=body, timeout=120.0) as response:
+        with httpx.stream("POST", f"{self.cluster.url}/generate", json=body, timeout=120.0, headers=self.headers()) as response:
             assert response.status_code == 200, response.read()
             yield (json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: "))
 
@@ -141,7 +166,7 @@ class Tier:
 
     def where(self, tokens: Sequence[int]) -> dict[str, Any]:
         """What the only replica holds of a prompt."""
-        (row,) = self.admin("POST", "/where", json={"input_ids": list(tokens)}).json().values()
+        (row,) = self.admin("POST", "/where", json={"input_ids": list(tokens), "tenant": self.tenant}).json().values()
         assert "error" not in row, row
         found: dict[str, Any] = row
         return found

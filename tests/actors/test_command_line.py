@@ -59,6 +59,22 @@ def test_flush_empties_what_it_is_told_to(tier: Tier, command: Callable[..., tup
     assert held(tier.where(tokens), "storage") == 0
 
 
+def test_a_tenant_is_dropped_and_storage_taken_away_and_given_back(tier: Tier, command: Callable[..., tuple[int, str, str]]) -> None:
+    tokens = prompt(903, 520)
+    tier.generate(tokens)
+    tier.sealed(tokens)
+    code, out, _ = command("drop", "acme")
+    assert code == 0
+    assert re.fullmatch(r"dropped acme: [1-9]\d* from device, [1-9]\d* from host, [1-9]\d* from storage; 0 left", out.strip())
+    assert not any(held(tier.where(tokens), name) for name in ("device", "host", "storage"))
+    code, _, err = command("drop", "nobody")
+    assert code == 2
+    assert "there is no namespace with tenant 'nobody'; nothing was dropped" in re.sub(r"\s+", " ", err)
+    for what, said in (("detach", "storage is detached from 1 replica(s)"), ("attach", "storage is attached to 1 replica(s)")):
+        code, out, _ = command("storage", what)
+        assert (code, out.strip()) == (0, said)
+
+
 def test_a_wrong_token_and_a_wrong_tier_are_sentences(command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = command("stats", token="wrong")
     assert code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from hicache_ray.actors.driver import Driver
 from hicache_ray.cache import Ended, Event, Request, Sampled
 from hicache_ray.errors import Busy, Cancelled, GroupLost
 from hicache_ray.group import Envelope
-from hicache_ray.keys import as_tokens
+from hicache_ray.keys import as_tokens, space_of
 from hicache_ray.records import Compute, Outcome, Record
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack
@@ -258,6 +259,82 @@ def test_records_go_out_in_no_context_of_a_request() -> None:
         await collect(driver, request(stack, 10))
         assert seen
         assert set(seen) == {""}
+        await at_rest(driver)
+        await driver.close()
+
+    run(story())
+
+
+def test_a_drop_returns_when_everything_is_gone_and_holds_new_requests_until_it_is_lifted() -> None:
+    async def story() -> None:
+        reached, on = asyncio.Event(), asyncio.Event()
+
+        async def holds(rank: int, record: Record) -> Outcome | None:
+            if isinstance(record, Compute) and record.rid == "running":
+                reached.set()
+                await on.wait()
+            return None
+
+        stack, driver = make(holds)
+        await collect(driver, request(stack, 10))
+        await at_rest(driver)
+        running = asyncio.create_task(collect(driver, request(stack, 14, "running")))
+        await reached.wait()
+        space = space_of(stack.ns.digest())
+        dropped = await driver.drop(space, 30.0)
+        assert dropped.device == 2
+        assert dropped.host == 2
+        with pytest.raises(Busy, match="is being dropped"):
+            await driver.drop(space, 30.0)
+        assert stack.have("l1", "full", range(12)) | stack.have("l2", "full", range(12)) == set()
+        assert stack.store is not None
+        assert stack.store.clear(1.0, space) == 2 * 2
+        new = asyncio.create_task(collect(driver, request(stack, 10, "new")))
+        await asyncio.sleep(0)
+        assert "new" in driver.group.active()
+        driver.lift(dropped.rid)
+        on.set()
+        assert (await running)[-1].report.device == 8  # type: ignore[union-attr]
+        assert (await new)[-1].report.computed == 10  # type: ignore[union-attr]
+        await at_rest(driver)
+        assert stack.have("l3", "full", range(16)) == {0, 1}  # of the new one alone
+        await driver.close()
+
+    run(story())
+
+
+def test_storage_that_is_detached_in_flight_is_a_miss_at_once() -> None:
+    async def story() -> None:
+        on = threading.Event()
+        stack, driver = make()
+        assert stack.store is not None
+        await collect(driver, request(stack, 10))
+        await at_rest(driver)
+        await driver.flush([Tier.DEVICE, Tier.HOST], 20.0)
+        answers, store, asked = stack.store.lookup, stack.store, threading.Event()
+
+        class Slow:
+            def lookup(self, *args: Any) -> Any:
+                asked.set()
+                assert on.wait(20.0)
+                return answers(*args)
+
+        driver.store = Slow()  # type: ignore[assignment]
+        task = asyncio.create_task(collect(driver, request(stack, 10, "s")))
+        await asyncio.to_thread(asked.wait, 20.0)
+        driver.detach()
+        ended = (await task)[-1]
+        assert isinstance(ended, Ended)
+        assert ended.report is not None
+        assert ended.report.computed == 10
+        on.set()
+        await at_rest(driver)
+        driver.attach(store)
+        await driver.flush([Tier.DEVICE, Tier.HOST], 20.0)
+        ended = (await collect(driver, request(stack, 10, "t")))[-1]
+        assert isinstance(ended, Ended)
+        assert ended.report is not None
+        assert ended.report.storage == 8
         await at_rest(driver)
         await driver.close()
 

@@ -88,7 +88,7 @@ def test_a_bad_request_is_refused_with_a_sentence_and_touches_no_other(tier: Tie
     body, status, words = BAD[name]
     tokens = prompt(1020, 100)
     before = tier.generate(tokens)
-    response = httpx.post(f"{tier.cluster.url}/generate", json=body, timeout=60.0)
+    response = httpx.post(f"{tier.cluster.url}/generate", json=body, headers=tier.headers(), timeout=60.0)
     assert response.status_code == status
     assert words in response.text
     assert "Traceback" not in response.text
@@ -152,7 +152,7 @@ def test_a_client_that_hangs_up_cancels_its_request(tier: Tier, streamed: bool) 
     else:
         body = {"input_ids": tokens, "max_new_tokens": 256}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{tier.cluster.url}/generate", json=body, timeout=httpx.Timeout(30.0, read=0.5))
+            httpx.post(f"{tier.cluster.url}/generate", json=body, headers=tier.headers(), timeout=httpx.Timeout(30.0, read=0.5))
     assert tier.at_rest()["requests"] == before  # it has not been served to its end
 
 
@@ -167,7 +167,7 @@ def test_clients_that_hang_up_touch_no_other_request(tier: Tier) -> None:
         for i in range(4):
             body = {"input_ids": prompt(1411 + i, 300), "max_new_tokens": 256}
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{tier.cluster.url}/generate", json=body, timeout=httpx.Timeout(30.0, read=0.2))
+                httpx.post(f"{tier.cluster.url}/generate", json=body, headers=tier.headers(), timeout=httpx.Timeout(30.0, read=0.2))
         assert same(bystander.result(), wanted)
     assert tier.at_rest()["incarnation"] == incarnation
 

@@ -101,7 +101,7 @@ def test_print_config_shows_values_with_their_origins(tmp_path: Path, monkeypatc
 
 
 def test_admin_commands_say_where_nobody_answers() -> None:
-    for command in (("status",), ("stats",), ("flush",)):
+    for command in (("status",), ("stats",), ("flush",), ("drop", "acme"), ("storage", "detach")):
         code, _, err = run(*command, "--url", "http://127.0.0.1:9")
         assert code == 2
         assert "no admin endpoint answers at http://127.0.0.1:9" in re.sub(r"\s+", " ", err)

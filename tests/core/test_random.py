@@ -12,6 +12,7 @@ from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.copies_queues import Queue
 from hicache_ray.errors import Busy, CapacityError, HiCacheError
 from hicache_ray.group import Envelope
+from hicache_ray.keys import space_of
 from hicache_ray.records import Compute, Outcome, lane_of
 from hicache_ray.spec import Component, Tier
 from hicache_ray.story import Phase
@@ -88,7 +89,7 @@ class Life:
         raise AssertionError("the group never comes to rest")
 
     def act(self) -> None:
-        others = (self.begin, self.prefetch, self.go_on, self.abort, self.evict, self.flush)
+        others = (self.begin, self.prefetch, self.go_on, self.abort, self.evict, self.flush, self.drop, self.plug)
         others += (self.empty_device,) if self.slow else ()
         self.rng.choice((self.deliver,) * 4 + others)()
         if self.rng.random() < 0.03:
@@ -145,6 +146,23 @@ class Life:
         with contextlib.suppress(Busy):
             self.stack.group.flush(tiers, self.rng.choice([None, 1.0, 100.0]))
         self.stack._collect()
+
+    def drop(self) -> None:
+        """Everything there is; whoever runs goes on."""
+        if self.rng.random() < 0.7:
+            return
+        with contextlib.suppress(Busy):
+            self.stack.group.drop_space(space_of(self.stack.ns.digest()), self.rng.choice([1.0, 100.0]))
+        self.stack._collect()
+
+    def plug(self) -> None:
+        """L3 comes and goes."""
+        if self.rng.random() < 0.7:
+            return
+        if self.stack.res.storage:
+            self.stack.detach()
+        else:
+            self.stack.attach()
 
     def pass_time(self, seconds: float) -> None:
         self.stack.clock.advance(seconds)
@@ -220,6 +238,7 @@ def check_life(seed: int, slow_queue: Queue | None = None) -> int:
             served += 1
         else:
             assert end.error is not None or rid.startswith("p")
+    stack.attach()
     # And it is as good as new: a request is served, and its second run resumes where its pages allow.
     tokens = max(life.prompts, key=len)
     stack.put(tokens)

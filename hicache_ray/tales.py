@@ -1,0 +1,205 @@
+"""How the stories of a group move: from record to record, from wait to wait, to their end; who waits for whom."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hicache_ray.cache import Cache
+from hicache_ray.errors import Cancelled, HiCacheError, Inconsistent
+from hicache_ray.flights import STORE, Envelope, Flight, Tale
+from hicache_ray.records import Clear, Lookup, Merged, Move, Record
+from hicache_ray.spec import Tier
+from hicache_ray.story import Ended, Event, Wait
+
+
+class Tales:
+    """The part of a :class:`hicache_ray.group.Group` that nobody calls from outside. ``clock`` gives seconds, monotonic."""
+
+    def __init__(self, cache: Cache, clock: Callable[[], float], incarnation: int = 1, max_requests: int = 1024) -> None:
+        self.cache = cache
+        self.incarnation = incarnation
+        self.max_requests = max_requests
+        self._ranks = tuple(range(cache.spec.ranks))
+        self._clock = clock
+        self._tales: dict[str, Tale] = {}
+        self._flights: dict[int, Flight] = {}
+        self._outbox: deque[Envelope] = deque()
+        self._engine: deque[Tale] = deque()
+        self._events: list[Event] = []
+        self._background = 0
+        self._flushing: Tale | None = None
+        self._dropping: dict[bytes, Tale] = {}
+        self._held_back: deque[Tale] = deque()
+
+    def _cut_short(self, flights: Sequence[Flight], why: str) -> None:
+        """The stories of these go on without those who have not reported."""
+        for flight in flights:
+            tale, flight.tale = flight.tale, None
+            if tale is not None:
+                self._resume(tale, flight.cut_short(why))
+
+    def _own_name(self, what: str) -> str:
+        """For a story of the group's own. Callers choose their ids freely, so a name may be taken."""
+        while True:
+            self._background += 1
+            name = f"{what} {self._background}"
+            if name not in self._tales:
+                return name
+
+    def _start(self, tale: Tale) -> None:
+        self._tales[tale.name] = tale
+        if self._must_wait(tale):
+            tale.waits = Wait.QUIET
+            self._held_back.append(tale)
+        else:
+            self._advance(tale)
+        self._changed()
+
+    def _must_wait(self, tale: Tale) -> bool:
+        """For a flush, or for the drop of what it is of."""
+        if tale.job is None:
+            return False
+        return self._flushing is not None or bool(self._dropping and tale.job.space in self._dropping)
+
+    def _resume(self, tale: Tale, merged: Merged) -> None:
+        if tale.cancelled:
+            self._advance(tale, error=Cancelled(f"request {tale.name} was cancelled"))
+        else:
+            self._advance(tale, merged)
+
+    def _advance(self, tale: Tale, value: Merged | None = None, error: Exception | None = None) -> None:
+        """Run a story to where it waits next, or to its end."""
+        started, tale.started, tale.waits = tale.started, True, None
+        if tale.kind not in ("flush", "drop"):
+            tale.deadline = None
+        try:
+            if error is not None:
+                waits = tale.story.throw(error)
+            else:
+                waits = tale.story.send(value if started else None)  # type: ignore[arg-type]
+        except StopIteration:
+            self._end(tale, None)
+        except Inconsistent:
+            raise  # nobody can go on from here
+        except HiCacheError as failure:
+            self._end(tale, failure)
+        else:
+            self._wait(tale, waits)
+        self._adopt_spawned()
+
+    def _end(self, tale: Tale, error: Exception | None) -> None:
+        del self._tales[tale.name]
+        if tale.kind in ("flush", "drop"):
+            self._flushing = None if self._flushing is tale else self._flushing
+            self._dropping = {space: t for space, t in self._dropping.items() if t is not tale}
+            self._let_go()
+        self._events += self.cache.events
+        self.cache.events.clear()
+        if error is not None or tale.kind in ("flush", "drop"):
+            self._events.append(Ended(tale.name, error=error))
+
+    def _let_go(self) -> None:
+        """Those that were held back begin, unless something else holds them."""
+        waiting, self._held_back = self._held_back, deque()
+        for tale in waiting:
+            if self._must_wait(tale):
+                self._held_back.append(tale)
+            else:
+                self._advance(tale)
+
+    def _wait(self, tale: Tale, waits: Wait | Record) -> None:
+        tale.waits = waits
+        self._events += self.cache.events
+        self.cache.events.clear()
+        if isinstance(waits, Wait):
+            if waits is Wait.ENGINE:
+                self._engine.append(tale)
+            elif waits is Wait.CHANGE:
+                tale.deadline = self._clock() + self.cache.settings.room_deadline_s
+            elif waits is Wait.ROOM:
+                tale.deadline, tale.seen = self._clock() + self.cache.settings.prefetch_base_s, self._host_room()
+            return
+        self._launch(tale, waits)
+
+    def _launch(self, tale: Tale, record: Record) -> None:
+        tale.deadline = None  # a record has its own
+        to_store = isinstance(record, Lookup | Clear)
+        flight = Flight(record, tale, (STORE,) if to_store else self._ranks)
+        # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
+        if to_store or (isinstance(record, Move) and Tier.STORAGE in (record.source, record.target)):
+            flight.deadline = self._clock() + record.timeout_s
+        if isinstance(record, Move):
+            for span in record.spans:
+                for tier, slots in ((record.source, span.source), (record.target, span.target)):
+                    if tier is not Tier.STORAGE:
+                        flight.leases.append(self.cache.res.leases.take(f"record {record.id}", (tier, span.component), slots))
+        self._flights[record.id] = flight
+        self._outbox += [Envelope(rank, record, self.incarnation) for rank in flight.ranks]
+
+    def _adopt_spawned(self) -> None:
+        while self.cache.spawned:
+            name, story = self.cache.spawned.pop(0)
+            tale = Tale(self._own_name(name), "backup", story)
+            self._tales[tale.name] = tale
+            self._advance(tale)
+
+    def _stop_waiting(self, tale: Tale) -> None:
+        for queue in (self._engine, self._held_back):
+            if tale in queue:
+                queue.remove(tale)
+
+    def _changed(self) -> None:
+        """Something completed: those who wait for that may go on, and those who wait for them."""
+        moved = True
+        while moved:
+            moved = False
+            for tale in [t for t in self._tales.values() if t.waits is Wait.CHANGE]:
+                deadline = tale.deadline
+                self._advance(tale)
+                if tale.waits is Wait.CHANGE:
+                    tale.deadline = deadline
+                else:
+                    moved = True
+            moved |= self._more_room()
+            for tale in [t for space, t in self._dropping.items() if t.waits is Wait.WRITES and not self._storing(space)]:
+                self._advance(tale)
+                moved = True
+            while self.cache.engine_owner is None and self._engine:
+                tale = self._engine.popleft()
+                self.cache.engine_owner = tale.name
+                self._advance(tale)
+                moved = True
+            flush = self._flushing
+            if flush is not None and flush.waits is Wait.QUIET and not self._disturbing():
+                self._advance(flush)
+                moved = True
+
+    def _more_room(self) -> bool:
+        """Where there is other room on the host than when they began to wait, those who wait for some look again, in the order in which
+        they came. Whether one of them goes on."""
+        moved = False
+        for tale in [t for t in self._tales.values() if t.waits is Wait.ROOM]:
+            deadline = tale.deadline
+            if tale.seen == self._host_room():
+                continue
+            self._advance(tale, Merged())
+            if tale.waits is Wait.ROOM:
+                tale.deadline = deadline
+            else:
+                moved = True
+        return moved
+
+    def _host_room(self) -> tuple[int, ...]:
+        res = self.cache.res
+        return tuple(res.room(place) for place in res.pools if place[0] is Tier.HOST)
+
+    def _storing(self, space: bytes = b"") -> list[str]:
+        """What writes to L3 at this moment, of a space or at all; also what its story has given up: it may still land."""
+        return [f.record.rid for f in self._flights.values() if f.writes(space)]
+
+    def _disturbing(self) -> list[str]:
+        """What a flush waits for: everything but itself, revoked prefetches whose read is still in flight, and those who wait for it."""
+        waiting = [self._flushing, *self._held_back]
+        tales = [t.name for t in self._tales.values() if t not in waiting and not (t.kind == "prefetch" and t.cancelled)]
+        return tales + self._storing()
