@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test soak lint bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.hicache-ray-installed
@@ -43,6 +43,13 @@ demo: setup ## serve a small hybrid model on a local Ray, run the probe under bo
 
 test: lint ## lint, then all tests
 	@$(BIN)/python -m pytest
+
+# A history that fails is named by the line that lives it again: hicache-ray sim --seed N --steps M --case NAME.
+MINUTES ?= 1440
+SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+
+soak: setup ## simulate cache groups, random seeds under faults, until stopped or for MINUTES=n (SEED=n: from there)
+	@$(BIN)/hicache-ray sim --seed $(SEED) --steps 20000 --case mixed --minutes $(MINUTES)
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

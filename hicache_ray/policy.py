@@ -21,6 +21,9 @@ from hicache_ray.spec import Kind
 
 Entries = npt.NDArray[np.int32]
 
+#: Stale members that may be kept beside as many as there are live ones. Whoever looks for victims walks over them.
+SLACK = 64
+
 
 def order(kind: Kind, count: int) -> npt.NDArray[np.intp]:
     """The order in which ``count`` equally recent pages of one path (root first) should go: indices, first to go first."""
@@ -65,7 +68,7 @@ class Lru:
         self._stamp[entries] = stamp
         self._groups[stamp] = entries
         self._kept += len(entries)
-        if self._kept > 2 * self._live + 1024:
+        if self._kept > 2 * self._live + SLACK:
             self._compact()
 
     def _compact(self) -> None:
@@ -87,6 +90,8 @@ class Lru:
             if count <= 0:
                 break
             here = group[self._stamp[group] == stamp]
+            if not len(here):
+                continue
             here = here[usable(here)][:count]
             if len(here):
                 out.append(here)

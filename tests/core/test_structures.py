@@ -316,6 +316,22 @@ def test_touching_for_ever_keeps_no_more_than_it_must() -> None:
     assert lru.victims(99, lambda some: np.ones(len(some), dtype=bool)).tolist() == sorted(last, key=lambda e: last[e])
 
 
+def test_looking_for_victims_walks_over_few_groups_that_have_none() -> None:
+    lru, pages = Lru(), entries(range(8))
+    asked: list[int] = []
+
+    def usable(some: Entries) -> np.ndarray:
+        asked.append(len(some))
+        return np.ones(len(some), dtype=bool)
+
+    for _ in range(500):  # every page alone, again and again
+        for page in range(8):
+            lru.touch(pages[page : page + 1])
+    assert len(lru._groups) <= 2 * 8 + 64
+    assert lru.victims(3, usable).tolist() == [0, 1, 2]
+    assert asked == [1, 1, 1]  # nobody is asked about groups whose pages have all moved on
+
+
 def test_full_pages_go_from_the_deep_end_and_windows_from_the_root() -> None:
     assert order(Kind.FULL, 5).tolist() == [4, 3, 2, 1, 0]
     assert order(Kind.WINDOW, 5).tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,122 @@
+"""``hicache-ray sim``: the production core on virtual time, seed after seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache_ray.errors import ConfigError
+from hicache_ray.simulate import Failed, Tally, simulate
+from hicache_ray.simulate_cases import cases
+from hicache_ray.simulate_report import Row, measure
+
+#: Columns of a table that goes to a file or a pipe.
+WIDTH = 120
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(sim)
+
+
+def sim(
+    seed: Annotated[int, typer.Option(min=0, help="one seed is one history")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="events of a history")] = 20_000,
+    case: Annotated[
+        str, typer.Option(help="what is simulated; random: drawn from the seed; all: every case; mixed: in turn a named and a random one")
+    ] = "random",
+    minutes: Annotated[float, typer.Option(min=0, help="go on with the next seeds for so long")] = 0,
+    report: Annotated[
+        bool, typer.Option("--report", help="measure how much each policy reuses of branching prompts, and show a table")
+    ] = False,
+) -> None:
+    """Simulate cache groups, their ranks and storage under faults; every byte and every invariant is checked after every event."""
+    errors = Console(stderr=True, highlight=False)
+    try:
+        if report:
+            _print(report_table(measure(seed, steps)))
+            return
+        _live(seed, steps, case, minutes, errors)
+    except ConfigError as error:
+        errors.print(f"hicache-ray: {error}", style="bold red", markup=False)
+        raise typer.Exit(2) from None
+    except Failed as failure:
+        errors.print(str(failure), style="bold red", markup=False)
+        raise typer.Exit(1) from None
+
+
+def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> None:
+    """Histories until the time is over, at least one of every case that is asked for."""
+    until = time.monotonic() + minutes * 60
+    told = []
+    while True:
+        for name in _names(case, seed):
+            begun = time.monotonic()
+            errors.print(f"hicache-ray sim --seed {seed} --steps {steps} --case {name}", markup=False)
+            tally = simulate(seed, steps, name)
+            told.append((seed, name, tally, time.monotonic() - begun))
+            if time.monotonic() >= until and minutes:
+                break
+        seed += 1
+        if time.monotonic() >= until:
+            break
+    _print(lives_table(told[-40:]))
+
+
+def _names(case: str, seed: int) -> Sequence[str]:
+    named = list(cases())
+    if case == "mixed":
+        return (named[seed // 2 % len(named)] if seed % 2 else "random",)
+    return named if case == "all" else (case,)
+
+
+def _print(table: Table) -> None:
+    out = Console()
+    (out if out.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def lives_table(told: list[tuple[int, str, Tally, float]]) -> Table:
+    """One row per history."""
+    table = Table(title="every invariant held")
+    for name in (
+        "seed",
+        "case",
+        "events",
+        "us per event",
+        "virtual s",
+        "requests",
+        "served",
+        "hits",
+        "tokens reused",
+        "restarts",
+        "rests",
+        "history",
+    ):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for seed, name, t, seconds in told:
+        table.add_row(
+            str(seed), name, f"{t.events:,}", f"{seconds / t.events * 1e6:.0f}", f"{t.seconds:.1f}", f"{t.requests:,}", f"{t.served:,}",
+            f"{t.hits:,}", f"{t.token_share:.0%}", str(t.restarts), str(t.rests), f"{t.history:08x}",
+        )  # fmt: skip
+    return table
+
+
+def report_table(rows: list[Row]) -> Table:
+    """What each policy reuses."""
+    table = Table(title="share of requests that reuse anything, and of prompt tokens by where they came from")
+    for name in ("model", "write policy", "requests", "hits", "tokens reused", "device", "host", "storage", "computed"):
+        table.add_column(name, justify="left" if name in ("model", "write policy") else "right")
+    last = ""
+    for row in rows:
+        if last and row.case != last:
+            table.add_section()
+        last = row.case
+        t, total = row.tally, sum(row.tally.tokens.values()) or 1
+        shares = (f"{t.tokens[name] / total:.1%}" for name in ("device", "host", "storage", "computed"))
+        table.add_row(row.case, row.policy, f"{t.served:,}", f"{t.hit_share:.1%}", f"{t.token_share:.1%}", *shares)
+    return table

@@ -1,0 +1,139 @@
+"""What the simulator can be asked to simulate: models by the shapes of their caches, groups, capacities, the share of faults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hicache_ray.errors import ConfigError
+from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard
+
+PAGE = 8
+
+
+def component(kind: Kind, reach: int = 0, **more: Any) -> Component:
+    """A component of one layer and one small field: its bytes are never made. Options: ``role, lookahead, shard, page_span, ratio``."""
+    shard = Shard(more.pop("shard", "heads"))
+    return Component("unnamed", kind, (Field("kv", 1, 1),), reach=reach, shard=shard, **more)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of history. Capacities are ranges that a seed draws from, in pages per component (snapshots: a page's worth each).
+
+    ``grid``: in pages, 0: none. ``replicas``: cache groups over the one L3, spread over ``nodes``. ``faults``: 1 is the usual rate, 0 a
+    world where nothing fails. ``calm``: no cancels, flushes and evictions, so that the cache is measured and not its interruptions.
+    ``keeps``: the lower tiers have room for everything, so nothing that was cached once may be forgotten.
+    """
+
+    name: str
+    pools: Mapping[str, Component]
+    ranks: int = 2
+    exact: bool = False
+    grid: int = 0
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    l1: tuple[int, int] = (28, 44)
+    l2: tuple[int, int] = (8, 60)
+    l3: tuple[int, int] = (40, 2000)
+    threshold: int = 0
+    replicas: int = 1
+    nodes: int = 1
+    faults: float = 1.0
+    calm: bool = False
+    keeps: bool = False
+    max_requests: int = 6
+    prompt_pages: int = 14
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def spec(self) -> CacheSpec:
+        return CacheSpec("simulated", PAGE, tuple(replace(c, name=name) for name, c in self.pools.items()), self.ranks)
+
+    def core(self) -> Settings:
+        return Settings(
+            grid=self.grid * PAGE, exact=self.exact, write_policy=self.policy, track_interval=PAGE, prefetch_threshold=self.threshold,
+            **self.settings,
+        )  # fmt: skip
+
+
+def _full(**more: Any) -> Component:
+    return component(Kind.FULL, **more)
+
+
+def _window(tokens: int, **more: Any) -> Component:
+    return component(Kind.WINDOW, tokens, **more)
+
+
+def _chunked(tokens: int) -> Component:
+    return component(Kind.CHUNKED, tokens)
+
+
+def _state(every: int) -> Component:
+    return component(Kind.STATE, every)
+
+
+def cases() -> Mapping[str, Case]:
+    """All cases with a name of their own; ``random`` is drawn from the seed (:func:`drawn`)."""
+    hybrid = {"full": _full(), "swa": _window(20), "state": _state(2 * PAGE)}
+    roomy = Case("keeps", hybrid, l2=(2000, 2000), faults=0.0, calm=True, keeps=True)
+    more = {"chunk": _chunked(20), "wide": _full(page_span=2), "draft": _full(role="draft", lookahead=1)}
+    listed = (
+        Case("full", {"full": _full()}),
+        Case("mla", {"latent": _full(shard="replicated")}, ranks=4),
+        Case("window", {"full": _full(), "swa": _window(30)}),
+        Case("chunked", {"full": _full(), "chunk": _chunked(28)}),
+        Case("state", {"full": _full(), "state": _state(PAGE)}, ranks=1),
+        Case("hybrid", hybrid, ranks=2),
+        Case("hybrid_back", hybrid, ranks=2, policy=WritePolicy.WRITE_BACK),
+        Case("exact", {"full": _full(), "swa": _window(20), "state": _state(3 * PAGE)}, exact=True, grid=3, ranks=2),
+        Case("exact_back", {"full": _full(), "state": _state(2 * PAGE)}, exact=True, grid=2, policy=WritePolicy.WRITE_BACK, ranks=3),
+        Case("loose", {"full": _full(), "swa": _window(20), "state": _state(3 * PAGE)}, grid=3, ranks=2),
+        Case("draft", {"full": _full(), "draft": _full(role="draft", lookahead=1)}),
+        Case("wide", {"full": _full(), "wide": _full(page_span=2, ratio=4), "swa": _window(12)}),
+        Case("tiny", hybrid, l1=(18, 22), l2=(2, 6), l3=(6, 30)),
+        Case("threshold", {"full": _full(), "swa": _window(20)}, threshold=3 * PAGE),
+        Case("replicas", hybrid, replicas=2, nodes=2),
+        Case("four_ranks", {"full": _full(), "mla": _full(shard="replicated"), "state": _state(PAGE)}, ranks=4),
+        roomy,
+        replace(roomy, name="keeps_back", policy=WritePolicy.WRITE_BACK),
+        Case("everything", {**hybrid, **more}, ranks=3),
+    )
+    return {case.name: case for case in listed}
+
+
+def drawn(rng: random.Random) -> Case:
+    """A case that a seed makes up."""
+    exact = rng.random() < 0.35
+    grid = rng.randint(1, 4) if exact or rng.random() < 0.4 else 0
+    pools: dict[str, Component] = {"full": _full()}
+    if rng.random() < 0.55:
+        pools["swa"] = _window(rng.randint(1, 60))
+    if rng.random() < 0.3:
+        pools["chunk"] = _chunked(rng.randint(1, 60))
+    if rng.random() < 0.5:
+        pools["state"] = _state((grid or 1) * PAGE * rng.randint(1, 3))
+    if rng.random() < 0.2:
+        pools["wide"] = _full(page_span=rng.choice([2, 3]))
+    if rng.random() < 0.2:
+        pools["shared"] = _full(shard="replicated")
+    if rng.random() < 0.25:
+        pools["draft"] = component(rng.choice([Kind.FULL, Kind.WINDOW]), 24, role="draft", lookahead=rng.randint(0, 2))
+    l1, l2, l3 = rng.randint(30, 60), rng.randint(1, 80), rng.choice([10, 100, 2000])
+    replicas = rng.choice([1, 1, 1, 2, 3])
+    return Case(
+        "random", pools, rng.randint(1, 4), exact, grid, rng.choice(list(WritePolicy)), (l1, l1), (l2, l2), (l3, l3),
+        rng.choice([0, 0, 2 * PAGE, 5 * PAGE]), replicas, rng.randint(1, replicas), rng.choice([0.0, 0.5, 1.0, 1.0, 3.0]),
+        max_requests=rng.randint(2, 10), prompt_pages=rng.randint(3, 16),
+    )  # fmt: skip
+
+
+def case_of(name: str, rng: random.Random) -> Case:
+    """The case called ``name``. Raises :class:`ConfigError` where there is none."""
+    listed = cases()
+    if name == "random":
+        return drawn(rng)
+    if name not in listed:
+        raise ConfigError(f'there is no case "{name}"; choose one of {", ".join(["random", *listed])}')
+    return listed[name]

@@ -1,0 +1,193 @@
+"""What a request, a prefetch or a flush is held against: the rule's definition, what is where, what storage has said, the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from hicache_ray.cache import Cache
+from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
+from hicache_ray.keys import OTHER, is_other, page_of, tagged
+from hicache_ray.lease import Place
+from hicache_ray.records import Lookup, Outcome
+from hicache_ray.resume import Limit, Match
+from hicache_ray.settings import Settings
+from hicache_ray.simulate_content import Prompt, Violation
+from hicache_ray.simulate_rank import Around, VirtualRank
+from hicache_ray.simulate_rule import longest
+from hicache_ray.simulate_watch import WatchedResidency
+from hicache_ray.spec import Tier
+from hicache_ray.story import Ended, Job, Phase, Report
+
+
+class WatchedCache(Cache):
+    """Holds every answer of ``match`` against the twins, and remembers what the plan of a resume knew."""
+
+    def __init__(self, res: WatchedResidency, settings: Settings) -> None:
+        super().__init__(res, settings)
+        self.twin = res.seen
+        self.knew: dict[str, int] = {}
+
+    def match(self, job: Job) -> Match:
+        out = super().match(job)
+        rid = job.request.rid
+        if rid == self.engine_owner and rid not in self.knew:
+            self.knew[rid] = self.naive(job, Tier.DEVICE, Tier.HOST)
+            if out.longest(Tier.DEVICE, Tier.HOST) != self.knew[rid]:
+                raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(Tier.DEVICE, Tier.HOST)}")
+        return out
+
+    def naive(self, job: Job, *tiers: Tier, more: Container[tuple[str, bytes]] = ()) -> int:
+        """The longest legal resume from these tiers, in pages, without bitsets. ``more``: (component, name) that are there as well."""
+        request, visible = job.request, self.twin.visible
+        keys = {c.name: job.path.ahead.get(c.name, job.path.keys) for c in self.spec.components}
+        suffixes = (b"",) if self.settings.exact else (b"", b"~")
+
+        def there(component: str, page: int) -> bool:
+            if page >= len(keys[component]):
+                return False
+            key = keys[component][page]
+            names = [key + end for end in suffixes]
+            return any(n in visible[(tier, component)] for tier in tiers for n in names) or any((component, n) in more for n in names)
+
+        return longest(self.spec, self.settings, len(request.tokens), request.limit, there)
+
+
+@dataclass(frozen=True)
+class InStorage:
+    """Which (component, name) storage has whole, on all ranks."""
+
+    around: Around
+
+    def __contains__(self, item: object) -> bool:
+        assert isinstance(item, tuple)
+        objects, key = self.around.shelf.objects, page_of(item[1])
+        found = (objects.get(key + tag) for tag in self.around.tags[tagged(item[0], is_other(item[1]))])
+        return all(o is not None and o.whole for o in found)
+
+
+@dataclass
+class Asked:
+    """A request, prefetch or flush under way.
+
+    ``told``: (component, name) that storage says it has, on all ranks; ``fetched``: what of that is asked for.
+    """
+
+    rid: str
+    kind: str
+    prompt: Prompt | None
+    count: int
+    job: Job | None = None
+    flushed: Sequence[Tier] = ()
+    begun: float = 0.0
+    resumed: int | None = None
+    cancelled: bool = False
+    told: set[tuple[str, bytes]] = field(default_factory=set)
+    fetched: set[tuple[str, bytes]] = field(default_factory=set)
+
+
+class Checks:
+    """Over one cache group. ``alone``: no other group uses the store. ``keeps``: nothing that was cached once may be forgotten by all
+    tiers; then ``missed`` counts requests that resumed shorter than all tiers together allowed when they began to compute.
+    """
+
+    def __init__(self, around: Around, ranks: Sequence[VirtualRank], keeps: bool, alone: bool) -> None:
+        self.around = around
+        self.ranks = ranks
+        self.keeps = keeps
+        self.alone = alone
+        self.missed = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new incarnation: L1 and L2 start empty."""
+        self.res = WatchedResidency(self.around.spec, self.around.capacity, self.right)
+        self.cache = WatchedCache(self.res, self.around.settings)
+
+    def resume(self, asked: Asked, start: int) -> None:
+        """Where a request resumes is legal from the device now, and the largest that its plan knew."""
+        assert asked.job is not None
+        asked.resumed, page = start // self.around.spec.page_size, self.around.spec.page_size
+        limit, knew = asked.job.limit, self.cache.knew[asked.rid]
+        legal = self.cache.naive(asked.job, Tier.DEVICE)
+        if self.keeps:
+            had = self.cache.naive(asked.job, more=self.res.seen.ever)
+            have = self.cache.naive(asked.job, Tier.DEVICE, Tier.HOST, more=InStorage(self.around))
+            self.missed += asked.resumed < have
+            if have < had:
+                raise Violation(f"request {asked.rid} could once have resumed at {had} pages; now all tiers together allow {have}")
+        if start % page or asked.resumed > legal:
+            raise Violation(f"request {asked.rid} resumes at {start} tokens and the device allows {legal * page}")
+        if asked.resumed != knew and limit is not Limit.LOAD_FAILED:
+            raise Violation(f"request {asked.rid} resumes at {start} tokens where its plan knew that it may at {knew * page}")
+
+    @staticmethod
+    def note(asked: Asked, record: Lookup, outcome: Outcome) -> None:
+        """What storage tells a request that still waits for it."""
+        mark = OTHER.decode()
+        for called, bits in outcome.found.items():
+            name, kind = called.rstrip(mark), OTHER if called.endswith(mark) else b""
+            asked.told |= {(name, key + kind) for i, key in enumerate(record.keys) if all(b >> i & 1 for b in bits)}
+
+    def fetch(self, asked: Asked) -> None:
+        """What is fetched makes a longer resume legal, and the longest that is known of, or the reason why not is told."""
+        job, local = asked.job, (Tier.DEVICE, Tier.HOST)
+        if job is None or job.phase is Phase.LOOKUP or asked.cancelled:
+            return  # another lookup is under way
+        best = self.cache.naive(job, *local, more=asked.told)
+        planned = self.cache.naive(job, *local, more=asked.fetched)
+        if planned < best and job.limit in (Limit.NONE, Limit.ABSENT):
+            raise Violation(f"{asked.rid} could resume at {best} pages with what storage has, plans {planned}, and says: {job.limit.value}")
+        if asked.fetched and (not asked.fetched <= asked.told or planned <= self.cache.naive(job, *local)):
+            raise Violation(f"{asked.rid} reads from storage what is not there, or what does not make its resume longer")
+
+    def end(self, asked: Asked, event: Ended) -> None:
+        error, report = event.error, event.report
+        if error is not None and not isinstance(error, GroupLost):
+            fair = isinstance(error, Cancelled) and asked.cancelled
+            fair |= isinstance(error, CapacityError) and "everything is in use" in str(error)
+            fair |= isinstance(error, EngineError) and ("injected" in str(error) or "deadline passed" in str(error))
+            fair |= isinstance(error, Busy) and asked.kind == "flush"
+            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush
+            if not fair:
+                raise Violation(f"{asked.kind} {asked.rid} ended with {type(error).__name__}: {error}")
+        if asked.kind == "flush" and error is None:
+            self._flushed(asked)
+        if asked.kind == "request" and error is None:
+            if report is None or report.device + report.host + report.storage + report.computed != asked.count or report.computed < 1:
+                raise Violation(f"request {asked.rid} of {asked.count} tokens reports {report}")
+            if report.computed != asked.count - (asked.resumed or 0) * self.around.spec.page_size:
+                raise Violation(f"request {asked.rid} resumed at {asked.resumed} pages and reports {report}")
+            self._digests(asked, report)
+
+    def _digests(self, asked: Asked, report: Report) -> None:
+        assert asked.prompt is not None
+        for component, at in report.digests.items():
+            c = self.around.spec[component]
+            ids = asked.prompt.ahead[c.lookahead] if c.lookahead else asked.prompt.ids
+            for page, digests in at.items():
+                for rank, digest in enumerate(digests):
+                    if int(digest) | 1 != self.around.contents.made(component, rank, ids[page], True):
+                        raise Violation(f"request {asked.rid}: the digest of page {page} of {component!r} on rank {rank} is of other bytes")
+
+    def _flushed(self, asked: Asked) -> None:
+        for place, names in self.res.seen.visible.items():
+            if place[0] in asked.flushed and names:
+                raise Violation(f"the flush {asked.rid} has ended and {len(names)} pages of {place[1]!r} are still in {place[0].value}")
+        if self.alone and Tier.STORAGE in asked.flushed and self.around.shelf.objects:
+            raise Violation(f"the flush {asked.rid} has ended and {len(self.around.shelf.objects)} objects are still in storage")
+
+    def right(self, place: Place, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        of_name, component = self.around.contents.of_name, place[1]
+        for rank in self.ranks:
+            pool = rank.pools[place]
+            for name, slot in zip(names, slots, strict=True):
+                if pool[slot] != of_name(component, rank.rank, name):
+                    raise Violation(
+                        f"rank {rank.rank}: a page of {component!r} is visible in {place[0].value} slot {slot} and its bytes are "
+                        f"{self._said(pool[slot])}, not those of its name"
+                    )
+
+    @staticmethod
+    def _said(content: int) -> str:
+        return "not complete" if content < 0 else "of another page, rank, component or kind"

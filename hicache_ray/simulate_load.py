@@ -1,0 +1,125 @@
+"""Who asks in a simulated world: families of branching prompts, requests over them, prefetches that are held, callers who give up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from hicache_ray.keys import Namespace
+from hicache_ray.simulate_cases import PAGE, Case
+from hicache_ray.simulate_content import Contents, Prompt
+from hicache_ray.simulate_group import Member
+from hicache_ray.spec import Tier
+from hicache_ray.story import Request, Wait
+
+Later = Callable[[float, Callable[[], None]], None]
+
+#: Prompts that are asked for at any time; the oldest make way for new ones.
+LIVE = 20
+#: Share of prompts that fork from another one, at any token.
+FORKS = 0.7
+
+
+class Load:
+    """Arrivals over the groups of a world."""
+
+    def __init__(self, rng: random.Random, case: Case, contents: Contents, members: Sequence[Member], later: Later) -> None:
+        self.rng = rng
+        self.case = case
+        self.contents = contents
+        self.members = members
+        self.later = later
+        self.spaces = [Namespace("simulated", page_size=PAGE), Namespace("simulated", page_size=PAGE, salt="another tenant")]
+        self.prompts: list[Prompt] = []
+        self.count = 0
+        for _ in range(LIVE):
+            self._new_prompt()
+
+    def _new_prompt(self) -> None:
+        rng, longest = self.rng, self.case.prompt_pages * PAGE
+        parent = rng.choice(self.prompts) if self.prompts and rng.random() < FORKS else None
+        head: list[int] = []
+        space = self.spaces[0] if rng.random() < 0.85 else self.spaces[1]
+        if parent is not None:
+            head, space = parent.values[: rng.randint(0, len(parent.values))], parent.namespace if rng.random() < 0.9 else space
+        fresh = [rng.getrandbits(24) for _ in range(rng.randint(2, longest))]
+        # A decode runs a few tokens further than the longest prompt.
+        self.prompts.append(self.contents.prompt(space, (head + fresh)[:longest] + [rng.getrandbits(24) for _ in range(4)]))
+        if len(self.prompts) > LIVE:
+            del self.prompts[rng.randrange(LIVE // 2)]
+
+    def arrive(self) -> None:
+        """One thing that somebody asks for."""
+        rng, member = self.rng, self.rng.choice(self.members)
+        self.count += 1
+        if self.count % 12 == 0:
+            self._new_prompt()
+        what = rng.random()
+        if self.case.calm or what < 0.78:
+            self.request(member)
+        elif what < 0.93:
+            self._prefetch(member)
+        elif what < 0.975:
+            self._evict(member)
+        else:
+            self._flush(member)
+
+    def _ask(self, kind: str) -> tuple[str, Prompt, Request]:
+        rng = self.rng
+        prompt = rng.choice(self.prompts)
+        prompt.uses += 1
+        new = min(rng.choice([1, 1, 2, 5, 14]), len(prompt.values) - 1)
+        count = len(prompt.values) - new if rng.random() < 0.7 else rng.randint(1, len(prompt.values) - new)
+        limit = rng.randint(0, count) if rng.random() < 0.05 else None
+        rid = f"{kind[0]}{self.count}"
+        return rid, prompt, Request(rid, prompt.tokens[:count], prompt.namespace, new, limit, digests=rng.random() < 0.1)
+
+    def request(self, member: Member) -> None:
+        rid, prompt, request = self._ask("request")
+        if member.begin("request", rid, prompt, request) and not self.case.calm and self.rng.random() < 0.12:
+            self.later(self.rng.random() ** 2 * 0.5, lambda: self._cancel(member, rid))
+
+    def _cancel(self, member: Member, rid: str) -> None:
+        asked = member.asked.get(rid)
+        if asked is not None:
+            asked.cancelled = True
+            member.act(lambda: member.group.cancel(rid))
+
+    def _prefetch(self, member: Member) -> None:
+        rid, prompt, request = self._ask("prefetch")
+        if member.begin("prefetch", rid, prompt, request):
+            self.later(self.rng.random() ** 2, lambda: self._go_on(member, rid))
+
+    def _go_on(self, member: Member, rid: str) -> None:
+        """Whoever holds a prefetch goes on with it when it is ready, or has lost interest."""
+        if rid not in member.asked:
+            return
+        if self.rng.random() < 0.25:
+            self._cancel(member, rid)
+            return
+        tale = member.group._tales.get(rid)
+        if tale is not None and tale.waits is Wait.HOLD:
+            member.act(lambda: self._proceed(member, rid))
+        self.later(0.05 + self.rng.random(), lambda: self._go_on(member, rid))
+
+    @staticmethod
+    def _proceed(member: Member, rid: str) -> None:
+        member.group.proceed(rid)
+
+    def _evict(self, member: Member) -> None:
+        tier = self.rng.choice([Tier.DEVICE, Tier.HOST])
+        res = member.res
+        need = {c.name: self.rng.randint(0, res.room((tier, c.name))) for c in member.around.spec.components}
+        member.act(lambda: member.group.evict(tier, need))
+
+    def _flush(self, member: Member) -> None:
+        rng = self.rng
+        tiers = [t for t in Tier if rng.random() < (0.3 if t is Tier.STORAGE else 0.6)]
+        member.flush(tiers, rng.choice([None, 0.05, 5.0]))
+
+    def let_go(self) -> None:
+        """Nobody holds anything any more."""
+        for member in self.members:
+            for rid, asked in list(member.asked.items()):
+                if asked.kind == "prefetch":
+                    self._cancel(member, rid)

@@ -1,0 +1,221 @@
+"""One rank in virtual time: executes records over pools of contents, and complains about every byte that is not what it should be.
+
+A record takes time: it *begins* (its targets become unreadable, what it reads is noted) and *ends* (what it read must still be the same,
+nobody else may have written to its targets). Between the two everything else happens. A call that is abandoned has the same two ends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hicache_ray.group import Envelope
+from hicache_ray.keys import is_other, page_of, tagged
+from hicache_ray.lease import Place
+from hicache_ray.records import Compute, Digest, Lane, Move, Outcome, Record, Span, lane_of
+from hicache_ray.settings import Settings
+from hicache_ray.simulate_content import EMPTY, GARBAGE, Contents, Prompt, Violation
+from hicache_ray.simulate_engine import Engine, Written
+from hicache_ray.simulate_store import Fate, Link, Shelf, fate
+from hicache_ray.simulate_watch import WatchedResidency
+from hicache_ray.spec import CacheSpec, Shard, Tier
+
+
+@dataclass
+class Speed:
+    """How fast a rank is now (1: as usual), and how often a copy or a forward of its fails."""
+
+    factor: float = 1.0
+    failing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the ranks of a group know of their world. ``capacity``: slots per place. ``prompts``: by request."""
+
+    spec: CacheSpec
+    settings: Settings
+    capacity: Mapping[Place, int]
+    contents: Contents
+    shelf: Shelf
+    node: int
+    tags: Mapping[str, tuple[bytes, ...]]
+    prompts: dict[str, Prompt]
+    rng: random.Random
+
+
+@dataclass
+class Op:
+    """A record that a rank is executing."""
+
+    envelope: Envelope
+    lane: Lane
+    mark: int
+    fate: Fate
+    epoch: int
+    read: list[list[int]] = field(default_factory=list)
+    work: Written | None = None
+
+    @property
+    def record(self) -> Record:
+        return self.envelope.record
+
+
+class VirtualRank:
+    """See the module. ``res``: what the group holds now. ``link``: to L3; faults change it, and ``speed``."""
+
+    def __init__(self, rank: int, around: Around, res: Callable[[], WatchedResidency]) -> None:
+        self.rank = rank
+        self.around = around
+        self.pools: dict[Place, list[int]] = {place: [EMPTY] * n for place, n in around.capacity.items()}
+        self.link = Link()
+        self.speed = Speed()
+        self._res = res
+        self._tags = {name: of[rank] for name, of in around.tags.items()}
+        device = {name: pool for (tier, name), pool in self.pools.items() if tier is Tier.DEVICE}
+        self.engine = Engine(rank, around.spec, around.settings, around.contents, device)
+
+    def begin(self, envelope: Envelope, now: float) -> Op:
+        """The rank takes a record up."""
+        record, rng = envelope.record, self.around.rng
+        op = Op(envelope, lane_of(record), self.around.contents.mark(), Fate(0.0), self.around.shelf.epoch)
+        if isinstance(record, Compute):
+            op.work = self.engine.begin(record, self.around.prompts[record.rid], op.mark)
+            self._check_pins(op)
+            seconds = 0.002 + 0.0002 * (len(record.feed) + 3 * record.steps)
+            op.fate = Fate(seconds * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
+        elif isinstance(record, Move):
+            self._begin_move(op, record, now)
+        else:
+            op.fate = Fate(0.001 * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
+        return op
+
+    def _failure(self) -> str:
+        failing = self.speed.failing
+        return f"injected on rank {self.rank}" if failing and self.around.rng.random() < failing else ""
+
+    def _begin_move(self, op: Op, record: Move, now: float) -> None:
+        self._check_pins(op)
+        items = 0
+        for span in record.spans:
+            items += len(span)
+            if record.source is not Tier.STORAGE:
+                pool = self.pools[(record.source, span.component)]
+                op.read.append([pool[s] for s in span.source.tolist()])
+            if record.target is not Tier.STORAGE:
+                pool = self.pools[(record.target, span.component)]
+                for s in span.target.tolist():
+                    pool[s] = op.mark
+        rng = self.around.rng
+        if op.lane is Lane.STORAGE:
+            op.fate = fate(self.link, rng, now, items, record.timeout_s)
+        else:
+            op.fate = Fate((0.0005 + 0.0001 * items) * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
+
+    def end(self, op: Op, drained: bool = False) -> Outcome:
+        """What the rank has done and reports. ``drained``: of a group that is gone, whose leases are no more."""
+        record = op.record
+        if not drained:
+            self._check_pins(op)
+        if isinstance(record, Compute):
+            assert op.work is not None
+            if op.fate.error:
+                self.engine.spoil(op.work)
+                return Outcome(error=op.fate.error)
+            return self.engine.end(record, op.work)
+        if isinstance(record, Digest):
+            if op.fate.error:
+                return Outcome(error=op.fate.error)
+            pools = self.pools
+            told = {c: tuple(str(pools[(Tier.DEVICE, c)][s]) for s in slots.tolist()) for c, slots in record.slots.items()}
+            return Outcome(digests=told)
+        assert isinstance(record, Move)
+        if record.source is Tier.STORAGE:
+            return self._end_read(op, record)
+        self._check_sources(op, record)
+        return self._end_write(op, record) if record.target is Tier.STORAGE else self._end_copy(op, record)
+
+    def _check_sources(self, op: Op, record: Move) -> None:
+        for span, before in zip(record.spans, op.read, strict=True):
+            pool = self.pools[(record.source, span.component)]
+            if [pool[s] for s in span.source.tolist()] != before:
+                raise Violation(
+                    f"rank {self.rank}: a {record.source.value} page of {span.component!r} changed while record {record.id} of "
+                    f"{record.rid} copied it to {record.target.value}"
+                )
+
+    def _own_target(self, op: Op, record: Move, span: Span, slot: int) -> list[int]:
+        pool = self.pools[(record.target, span.component)]
+        if pool[slot] != op.mark:
+            raise Violation(
+                f"rank {self.rank}: somebody else wrote to slot {slot} of the {record.target.value} pool {span.component!r} while record "
+                f"{record.id} of {record.rid} did"
+            )
+        return pool
+
+    def _end_copy(self, op: Op, record: Move) -> Outcome:
+        bits, rng = [], self.around.rng
+        for span, contents in zip(record.spans, op.read, strict=True):
+            good = (1 << len(span)) - 1
+            if op.fate.error:
+                good &= rng.getrandbits(len(span)) if len(span) else 0
+            for i, slot in enumerate(span.target.tolist()):
+                self._own_target(op, record, span, slot)[slot] = contents[i] if good >> i & 1 else GARBAGE
+            bits.append(good)
+        return Outcome(bits=tuple(bits), error=op.fate.error)
+
+    def _end_write(self, op: Op, record: Move) -> Outcome:
+        """L2 to L3, span after span; where the call ends early, what has landed of the span under way is not claimed."""
+        shelf, node, rng = self.around.shelf, self.around.node, self.around.rng
+        left, bits = self._budget(op, record), []
+        for span, contents in zip(record.spans, op.read, strict=True):
+            done = 0
+            for i, name in enumerate(span.keys[:left]):
+                if not self._writes(span.component, name):
+                    done |= 1 << i
+                    continue
+                whole = not (self.link.torn and rng.random() < self.link.torn)
+                done |= shelf.put(node, self._id(span.component, name), contents[i], op.epoch, whole) << i
+            bits.append(done if left >= len(span) else 0)
+            left = max(0, left - len(span))
+        return Outcome(bits=tuple(bits), error=op.fate.error)
+
+    def _end_read(self, op: Op, record: Move) -> Outcome:
+        """L3 to L2."""
+        shelf, node = self.around.shelf, self.around.node
+        left, bits = self._budget(op, record), []
+        for span in record.spans:
+            done = 0
+            for i, (name, slot) in enumerate(zip(span.keys, span.target.tolist(), strict=True)):
+                got = shelf.get(node, self._id(span.component, name)) if i < left else None
+                self._own_target(op, record, span, slot)[slot] = GARBAGE if got is None else got
+                done |= (got is not None) << i
+            bits.append(done if left >= len(span) else 0)
+            left = max(0, left - len(span))
+        return Outcome(bits=tuple(bits), error=op.fate.error)
+
+    def _budget(self, op: Op, record: Move) -> int:
+        """Items that the call came to."""
+        return int(op.fate.done * sum(map(len, record.spans))) if op.fate.done < 1.0 else 1 << 30
+
+    def _writes(self, component: str, name: bytes) -> bool:
+        """Whether this rank writes a page: of replicated ones each has one writer, as the executor of a real rank has it."""
+        spec = self.around.spec
+        return spec[component].shard is not Shard.REPLICATED or name[-1] % spec.ranks == self.rank
+
+    def _id(self, component: str, name: bytes) -> bytes:
+        return page_of(name) + self._tags[tagged(component, is_other(name))]
+
+    def _check_pins(self, op: Op) -> None:
+        """A slot that a record reads or writes is leased, from the moment it is given out to the moment it is reported."""
+        record, pinned = op.record, self._res().pinned
+        if isinstance(record, Move):
+            for span in record.spans:
+                if record.source is not Tier.STORAGE:
+                    pinned((record.source, span.component), span.source.tolist())
+                if record.target is not Tier.STORAGE:
+                    pinned((record.target, span.component), span.target.tolist())
+        elif op.work is not None:
+            for component, slots in op.work.touched.items():
+                pinned((Tier.DEVICE, component), slots)

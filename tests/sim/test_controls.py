@@ -1,0 +1,223 @@
+"""A simulator that finds nothing proves nothing: faults are planted in the core, one at a time, and every one must be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hicache_ray import compute, group, lengths, transfer
+from hicache_ray.group import Group
+from hicache_ray.lease import Leases
+from hicache_ray.records import Outcome
+from hicache_ray.residency import Residency
+from hicache_ray.simulate import Failed, simulate
+from hicache_ray.simulate_store import Shelf
+from hicache_ray.slots import SlotPool
+
+#: Events within which a planted fault must be found, over all seeds that are tried.
+EVENTS = 24_000
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def publish_before_completion(patch: pytest.MonkeyPatch) -> None:
+    """Pages are visible when a transfer begins."""
+    begin = transfer.begin
+
+    def too_early(res, holder, target, parts, path):  # type: ignore[no-untyped-def]
+        moved = begin(res, holder, target, parts, path)
+        transfer.arrive(res, moved, [(1 << len(leg.keys)) - 1 for leg in moved.legs])
+        return moved
+
+    patch.setattr(transfer, "begin", too_early)
+
+
+def release_twice(patch: pytest.MonkeyPatch) -> None:
+    """A lease may be given back again, and gives its slots back again."""
+
+    def release(self, lease):  # type: ignore[no-untyped-def]
+        self._open.pop(lease.id, None)
+        pool = self._pools[lease.place]
+        pool.release(lease.slots)
+        if all(pool._pins[lease.slots] > 0):
+            pool.release(lease.slots)
+
+    patch.setattr(Leases, "release", release)
+
+
+def forget_a_release(patch: pytest.MonkeyPatch) -> None:
+    """What a revoked prefetch or a cancelled request has read stays leased."""
+    close = transfer.close
+
+    def half(res, moved):  # type: ignore[no-untyped-def]
+        close(res, transfer.Transfer(moved.source, moved.target, moved.legs[:-1]) if len(moved.legs) > 1 else moved)
+
+    patch.setattr(transfer, "close", half)
+
+
+def minimum_of_lengths(patch: pytest.MonkeyPatch) -> None:
+    """The resume is the minimum of what every component allows by itself."""
+
+    def legal(components, present, allowed, page_size):  # type: ignore[no-untyped-def]
+        pages = lengths.longest(allowed)
+        each = (lengths.lengths_of(c, present.get(c.name, 0), pages, page_size) for c in components if c.role == "target")
+        low = min((lengths.longest(allowed & mine) for mine in each), default=0)
+        return allowed & lengths.ones(low + 1) | 1
+
+    patch.setattr(lengths, "legal", legal)
+
+
+def skip_checksums(patch: pytest.MonkeyPatch) -> None:
+    """What is read from storage is not verified."""
+    init = Shelf.__post_init__
+
+    def careless(self):  # type: ignore[no-untyped-def]
+        init(self)
+        self.verify = False
+
+    patch.setattr(Shelf, "__post_init__", careless)
+
+
+def or_over_ranks(patch: pytest.MonkeyPatch) -> None:
+    """What one rank has is taken for what all have."""
+    merge = group.merge
+
+    def either(record, outcomes):  # type: ignore[no-untyped-def]
+        best = max(outcomes, key=lambda o: sum(o.bits))
+        return merge(record, [Outcome(best.bits, o.found, o.output, o.logprobs, o.digests, o.error) for o in outcomes])
+
+    patch.setattr(group, "merge", either)
+
+
+def stale_reports_count(patch: pytest.MonkeyPatch) -> None:
+    """Reports of an earlier incarnation are taken for those of this one."""
+    report = Group.report
+
+    def anyhow(self, rank, record_id, incarnation, outcome):  # type: ignore[no-untyped-def]
+        report(self, rank, record_id, self.incarnation, outcome)
+
+    patch.setattr(Group, "report", anyhow)
+
+
+def slots_free_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    """A record's slots are given back when its story goes on without it, although a rank may still write to them."""
+    tick = Group.tick
+
+    def hasty(self):  # type: ignore[no-untyped-def]
+        tick(self)
+        for flight in self._flights.values():
+            if flight.tale is None and flight.leases:
+                self.cache.res.leases.release_all(flight.leases)
+                flight.leases = []
+
+    patch.setattr(Group, "tick", hasty)
+
+
+def evict_what_is_leased(patch: pytest.MonkeyPatch) -> None:
+    """Eviction takes pages that somebody uses, and frees their slots."""
+
+    def withdraw(self, slots):  # type: ignore[no-untyped-def]
+        real(self, slots)
+        pinned = slots[self._pins[slots] > 0]
+        self._pins[pinned] = 0
+        self._free.extend(pinned.tolist())
+
+    real = SlotPool.withdraw
+    patch.setattr(SlotPool, "withdraw", withdraw)
+    patch.setattr(Residency, "idle", lambda self, place, entries: self.index.slots(place, entries) >= 0)
+
+
+def canonical_by_name_only(patch: pytest.MonkeyPatch) -> None:
+    """All that a run has made counts as canonical."""
+    made = compute.made
+
+    def all_of_it(*args):  # type: ignore[no-untyped-def]
+        return tuple(compute.Made(m.component, m.pages, m.positions, len(m.pages)) for m in made(*args))
+
+    patch.setattr(compute, "made", all_of_it)
+
+
+def keep_all_that_arrived(patch: pytest.MonkeyPatch) -> None:
+    """What did not arrive is published with what did."""
+    arrive = transfer.arrive
+
+    def generous(res, moved, bits, keep=None):  # type: ignore[no-untyped-def]
+        arrive(res, moved, [(1 << len(leg.keys)) - 1 for leg in moved.legs], keep)
+
+    patch.setattr(transfer, "arrive", generous)
+
+
+def one_page_too_few(patch: pytest.MonkeyPatch) -> None:
+    """A window needs one page less than it does."""
+    needed = lengths.needed
+
+    def fewer(component, k, page_size):  # type: ignore[no-untyped-def]
+        pages = needed(component, k, page_size)
+        return pages[1:] if len(pages) > 1 and component.kind.value == "window" else pages
+
+    patch.setattr(lengths, "needed", fewer)
+
+
+def flush_what_is_idle(patch: pytest.MonkeyPatch) -> None:
+    """A flush leaves a page behind."""
+
+    def clear(self, tier):  # type: ignore[no-untyped-def]
+        for place in self.pools:
+            if place[0] is tier:
+                self.withdraw(place, self.index.in_place(place)[1:])
+
+    patch.setattr(Residency, "clear", clear)
+
+
+def a_report_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    """A report that arrives twice stands for two ranks."""
+    real = Group.report
+
+    def report(self, rank, record_id, incarnation, outcome):  # type: ignore[no-untyped-def]
+        flight = self._flights.get(record_id)
+        if flight is not None and rank in flight.outcomes and incarnation == self.incarnation:
+            rank = next(r for r in flight.ranks if r not in flight.outcomes)
+        real(self, rank, record_id, incarnation, outcome)
+
+    patch.setattr(Group, "report", report)
+
+
+def shorter_than_it_may(patch: pytest.MonkeyPatch) -> None:
+    """The second longest resume is taken for the longest."""
+    from hicache_ray.resume import Match
+
+    real = Match.longest
+
+    def longest(self, *tiers):  # type: ignore[no-untyped-def]
+        k = real(self, *tiers)
+        members = list(lengths.members(self.lengths(*tiers)))
+        return members[1] if k > 2 and len(members) > 1 else k
+
+    patch.setattr(Match, "longest", longest)
+
+
+PLANTS: tuple[Plant, ...] = (
+    publish_before_completion, release_twice, forget_a_release, minimum_of_lengths, skip_checksums, or_over_ranks, stale_reports_count,
+    slots_free_at_the_deadline, evict_what_is_leased, canonical_by_name_only, keep_all_that_arrived, one_page_too_few, flush_what_is_idle,
+    a_report_counts_twice, shorter_than_it_may,
+)  # fmt: skip
+#: Where a fault shows: other cases than this one have nothing that it could break.
+CASE = {canonical_by_name_only: "loose", minimum_of_lengths: "hybrid", one_page_too_few: "window"}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Failed, match="hicache-ray sim --seed") as found:
+        live(CASE.get(plant, "hybrid"))
+    print(found.value)
+
+
+def live(case: str) -> None:
+    for seed in range(EVENTS // 3000):
+        simulate(seed, 3000, case)
+
+
+def test_without_a_planted_fault_the_same_histories_hold() -> None:
+    for case in ("hybrid", *sorted(CASE.values())):
+        simulate(0, 3000, case)
