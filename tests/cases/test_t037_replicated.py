@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hicache_ray.spec import Field
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
-from hicache_ray.storage.wrappers import FaultyStore
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.testing import Stack, full
 
 LATENT = {"latent": full(shard="replicated", fields=(Field("c", 1, 36),))}
@@ -46,7 +46,7 @@ def test_t037_replicated_kv_is_stored_once() -> None:
 WRITER = """
 import os, signal, sys
 from hicache_ray.storage import ArenaClient
-from hicache_ray.storage.wrappers import FaultyStore
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.testing import Stack
 from tests.cases.test_t037_replicated import LATENT
 stack = Stack(page=64, pools=LATENT, ranks=8, store=FaultyStore(ArenaClient(sys.argv[1])))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache_ray.spec import Component, Field
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import FaultyStore
 from hicache_ray.testing import Served, Stack, full, window
 
 PROMPT = list(range(1, 642))

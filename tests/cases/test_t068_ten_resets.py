@@ -17,8 +17,8 @@ from hicache_ray.group import Envelope
 from hicache_ray.keys import as_tokens
 from hicache_ray.records import Lane, Move, Outcome, Record, lane_of
 from hicache_ray.spec import Tier
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import FaultyStore
 from hicache_ray.store import Bytes
 from hicache_ray.story import Ended, Event, Request
 from hicache_ray.testing import Stack, full, state

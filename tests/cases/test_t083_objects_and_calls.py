@@ -7,8 +7,9 @@ import pytest
 from hicache_ray.executor import Rank
 from hicache_ray.keys import as_tokens, page_keys
 from hicache_ray.spec import Field
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.storage.memory import MemoryStore
-from hicache_ray.storage.wrappers import CountingStore, FaultyStore
+from hicache_ray.storage.wrappers import CountingStore
 from hicache_ray.testing import Served, Stack, full
 
 PAGES, LAYERS, PAGE = 1000, 60, 4
