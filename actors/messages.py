@@ -25,7 +25,7 @@ class GroupSetup:
 @dataclass(frozen=True)
 class Prompt:
     """A request as the replica passes it on. ``tenant``: whose it is, from trusted code; None: the deployment's own namespace.
-    ``spans``: what is embedded in the tokens."""
+    ``spans``: what is embedded in the tokens. ``priority``, ``ttl_s``: hints for eviction (:class:`hicache_ray.story.Request`)."""
 
     rid: str
     tokens: Sequence[int]
@@ -33,6 +33,8 @@ class Prompt:
     digests: bool = False
     tenant: str | None = None
     spans: tuple[Embedded, ...] = ()
+    priority: int = 0
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hicache_ray.config_sizes import format_size
 from hicache_ray.errors import ConfigError
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
-from hicache_ray.settings import Settings, WritePolicy
+from hicache_ray.settings import Eviction, Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig
 
@@ -41,6 +41,7 @@ def settings_of(config: Config) -> Settings:
         exact=c.exact,
         write_policy=WritePolicy(c.write_policy),
         track_interval=c.track_interval,
+        eviction=Eviction(c.eviction),
         storage=config.storage.backend != "none",
         prefetch_threshold=c.prefetch_threshold,
         lookup_deadline_s=c.lookup_deadline_s,

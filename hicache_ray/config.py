@@ -76,6 +76,9 @@ class CacheConfig(Section):
         "write_through", description="when the device's pages go to the host: as soon as they are complete, or when they are evicted"
     )
     selective_threshold: Count = Field(2, description="hits after which write_through_selective backs a page up")
+    eviction: Literal["lru", "lfu", "s3fifo", "priority"] = Field(
+        "lru", description="which pages leave device and host first, among those whose loss costs the same"
+    )
     layout: Layout = Field("page_first_direct", description="order of axes of the host pools")
     device_layout: Layout = Field("layer_first", description="order of axes of the device pools")
     io_backend: Literal["auto", "direct", "kernel"] = Field("auto", description="how bytes move between device and host")

@@ -159,7 +159,7 @@ class Descent:
                 known = transfer.fresh(self.res, moved, leg)
                 sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
-                self.res.index.set_durable((Tier.HOST, leg.component), entries)
+                self.res.set_durable(leg.component, entries)
         finally:
             transfer.close(self.res, moved)
 

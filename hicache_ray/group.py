@@ -123,13 +123,13 @@ class Group(Tales):
         Whoever waits for it goes on without it now. The slots of what is in flight stay leased until the ranks have reported.
         """
         self.cache.res.storage = False
-        self.cache.res.index.clear_durable()
+        self.cache.res.clear_durable()
         self._cut_short([f for f in self._flights.values() if f.tale is not None and f.of_storage], "storage was detached")
         self._changed()
 
     def attach(self) -> None:
         """L3 is there (again), with whatever it holds."""
-        self.cache.res.index.clear_durable()
+        self.cache.res.clear_durable()
         self.cache.res.storage = True
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> None:
@@ -175,7 +175,7 @@ class Group(Tales):
             merged = merge(flight.record, [flight.outcomes[r] for r in flight.ranks])
             self._resume(tale, merged)
         elif isinstance(flight.record, Clear):
-            self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since
+            self.cache.res.clear_durable()  # it has happened after all, perhaps to what was stored since
         self._changed()
 
     def tick(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import Inconsistent
+from hicache_ray.keys import mark_of
 from hicache_ray.lease import Place
 from hicache_ray.policy import Entries
 from hicache_ray.records import Slots
@@ -38,6 +39,7 @@ class Index:
         self._ids: dict[bytes, int] = {}
         self._keys: list[bytes | None] = []
         self._unused: list[int] = []
+        self._marks = np.zeros(64, dtype=np.int64)
         self._slots = np.full((len(self._column), 64), ABSENT, dtype=np.int32)
         self._durable = np.zeros((len(self._column), 64), dtype=bool)
 
@@ -65,6 +67,10 @@ class Index:
             raise Inconsistent(f"the entry {entry} is gone")
         return key
 
+    def marks(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """Numbers that stand for the keys of the entries (all there), also after they have gone."""
+        return self._marks[entries]
+
     def put(self, place: Place, keys: Sequence[bytes], slots: Slots) -> Entries:
         """Say that the objects of ``keys`` are in ``slots`` of ``place`` (they must not be there yet). Returns their entries."""
         entries = self.find(keys)
@@ -86,6 +92,8 @@ class Index:
             if entry >= self._slots.shape[1]:
                 self._slots = np.concatenate([self._slots, np.full_like(self._slots, ABSENT)], axis=1)
                 self._durable = np.concatenate([self._durable, np.zeros_like(self._durable)], axis=1)
+                self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
+        self._marks[entry] = mark_of(key)
         self._ids[key] = entry
         return entry
 

@@ -65,7 +65,7 @@ def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
         now = transfer.fresh(res, moved, leg)
         names = [key for key, known in zip(leg.keys, now, strict=True) if known]
-        res.index.set_durable((Tier.HOST, leg.component), res.index.find(names), from_bits(leg_bits, len(leg.keys))[now])
+        res.set_durable(leg.component, res.index.find(names), from_bits(leg_bits, len(leg.keys))[now])
 
 
 def note(res: Residency, found: Match) -> None:
@@ -76,7 +76,7 @@ def note(res: Residency, found: Match) -> None:
         for kind in (False, True):
             if tagged(c.name, kind) in told:
                 entries = res.index.find([other(k) for k in keys] if kind else keys)
-                res.index.set_durable((Tier.HOST, c.name), entries, from_bits(told[tagged(c.name, kind)], len(entries)))
+                res.set_durable(c.name, entries, from_bits(told[tagged(c.name, kind)], len(entries)))
 
 
 def _pages(pages: np.ndarray, bits: int) -> int:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+POLICY = ("policies", "policy", "policy_lfu", "policy_priority", "policy_s3fifo", "standing")
+
 #: Layer -> the modules of ``hicache_ray`` in it. A new module is added here, in the lowest layer that can hold it.
 MODULES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": (
         *("errors", "config", "config_problems", "config_sizes", "config_sources"),
         *("spec", "templates", "families", "layout", "keys", "records", "settings", "store"),
     ),
-    "structures": ("lengths", "slots", "pool", "index", "lease", "policy", "residency", "resume", "story", "transfer"),
+    "structures": ("lengths", "slots", "pool", "index", "lease", *POLICY, "residency", "resume", "story", "transfer"),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
     "cache": ("cache", "descent", "restore"),
     "group": ("flights", "group", "tales"),
