@@ -123,9 +123,9 @@ class Lru:
         worth = worth or Worth.plain(len(entries))
         self._clock += 1
         self._make_room(int(entries.max()))
+        self._renumber(entries[self._moves(entries)])
         keys, stamps, lanes = self._keys(entries, worth, used)
         self._expires[entries] = worth.expires
-        self._renumber(entries)
         self._sort_in(entries, keys, stamps, worth.costs, lanes)
         self._watch(entries, worth.expires)
 
@@ -146,8 +146,6 @@ class Lru:
 
     def _move(self, entries: Entries, costs: Bytes) -> None:
         if len(entries):
-            line = np.lexsort((self._at[entries], self._stamp[entries], self._key[entries]))
-            entries, costs = entries[line], costs[line]
             self._sort_in(entries, self._key[entries], self._stamp[entries], costs, self._lane[entries])
 
     def forget(self, entries: Entries) -> None:
@@ -219,6 +217,10 @@ class Lru:
         """Key, stamp and lane of each entry that was touched."""
         return np.zeros(len(entries), dtype=np.int64), self._now(entries), np.zeros(len(entries), dtype=np.int8)
 
+    def _moves(self, entries: Entries) -> npt.NDArray[np.bool_]:
+        """Which of those that are touched get a new place."""
+        return np.ones(len(entries), dtype=bool)
+
     def _now(self, entries: Entries) -> Longs:
         return np.full(len(entries), self._clock)
 
@@ -242,11 +244,11 @@ class Lru:
         self._places += len(entries)
 
     def _sort_in(self, entries: Entries, keys: Longs, stamps: Longs, costs: Bytes, lanes: Bytes) -> None:
-        """Put entries in groups of equal cost, lane, key and stamp; in the order in which they are given."""
-        said = (stamps, keys, lanes, costs)
+        """Put entries in groups of equal cost, lane, key and stamp; in the order of their places."""
+        said, at = (stamps, keys, lanes, costs), self._at[entries]
         line, cut = np.arange(len(entries)), np.zeros(len(entries), dtype=bool)
-        if any(np.any(a != a[0]) for a in said):
-            line = np.lexsort(said)  # stable
+        if np.any(at[1:] < at[:-1]) or any(np.any(a != a[0]) for a in said):
+            line = np.lexsort((at, *said))
             for a in said:
                 cut[1:] |= a[line][1:] != a[line][:-1]
         for part in np.split(line, np.flatnonzero(cut)):

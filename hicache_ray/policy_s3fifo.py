@@ -4,8 +4,8 @@ New pages enter a small queue. Its first page goes, or, if it was used again mea
 main queue goes, or, while it has uses left to its credit (at most 3), is put behind with one less. A ghost remembers the names of what has
 left lately: such pages enter the main queue at once.
 
-A prefix is used whenever what it is a prefix of is used. So that it never goes first, a use puts it where its last successor stands in the
-queues (right behind it), with at least as much credit. From then on queues move both alike.
+A page whose successors are still here is not of an age with them, however the queues stand: at its turn it is put behind. So what stays is
+reachable from the root.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ GHOST = 4
 CREDIT = 3
 
 _SMALL, _MAIN = 0, 1
-_QUEUE = 60  # a queue and a stamp in one number: bits of the stamp
 
 
 class Ghost:
@@ -60,29 +59,54 @@ class S3Fifo(Lru):
         self._credit = np.zeros(0, dtype=np.int8)
         self._ghost = Ghost(GHOST * self.capacity)
         self._small = 0
+        # Of each page the one before it, as it was when they were linked (ids are used again), and how many follow it here.
+        self._parent = np.zeros(0, dtype=np.int64)
+        self._link = np.zeros(0, dtype=np.int64)
+        self._born = np.zeros(0, dtype=np.int64)
+        self._kids = np.zeros(0, dtype=np.int64)
 
     def _more(self) -> tuple[str, ...]:
-        return ("_credit",)
+        return ("_credit", "_parent", "_link", "_born", "_kids")
 
     # -- what happens to pages ----------------------------------------------------------------------------------------------------
+
+    def _moves(self, entries: Entries) -> npt.NDArray[np.bool_]:
+        return ~self.knows(entries) | (self._cost[entries] == Cost.USELESS)
 
     def _keys(self, entries: Entries, worth: Worth, used: bool) -> tuple[Longs, Longs, Bytes]:
         known = self.knows(entries)
         lanes = np.where(known, self._lane[entries], self._ghost.has(self.marks(entries))).astype(np.int8)
         stays = known & (self._cost[entries] > Cost.USELESS)
         stamps = np.where(stays, self._stamp[entries], self._clock)
-        credit = np.where(known, np.minimum(self._credit[entries] + used, CREDIT), 0)
+        self._credit[entries] = np.where(known, np.minimum(self._credit[entries] + used, CREDIT), 0)
+        fresh = entries[~known]
+        self._born[fresh], self._link[fresh], self._kids[fresh] = self._clock, 0, 0
         if self.chained:
-            where = np.maximum.accumulate((lanes.astype(np.int64) << _QUEUE) + stamps)
-            lanes, stamps = (where >> _QUEUE).astype(np.int8), where & ((1 << _QUEUE) - 1)
-            credit = np.maximum.accumulate(credit)
-        self._credit[entries] = credit
+            self._join(entries[:-1], entries[1:])
         return np.zeros(len(entries), dtype=np.int64), stamps, lanes
+
+    def _join(self, pages: Entries, parents: Entries) -> None:
+        """Each page follows its parent."""
+        new = (self._parent[pages] != parents) | (self._link[pages] != self._born[parents])
+        pages, parents = pages[new], parents[new]
+        self._part(pages)
+        self._parent[pages], self._link[pages] = parents, self._born[parents]
+        np.add.at(self._kids, parents, 1)
+
+    def _part(self, pages: Entries) -> None:
+        """They follow nobody any more."""
+        linked = pages[self._link[pages] != 0]
+        parents = self._parent[linked]
+        there = self._born[parents] == self._link[linked]
+        np.subtract.at(self._kids, parents[there], 1)
+        self._link[linked] = 0
 
     def forget(self, entries: Entries) -> None:
         known = entries[self.knows(entries)]
         self._small -= int(np.count_nonzero(self._lane[known] == _SMALL))
         self._ghost.add(self.marks(known))
+        self._part(known)
+        self._born[known] = 0
         super().forget(entries)
 
     def _push(self, cost: Cost, key: int, stamp: int, entries: Entries, lane: int) -> None:
@@ -96,51 +120,15 @@ class S3Fifo(Lru):
         """The first of one cost, up to ``count``, which stay where they are until they have gone. Who has a second chance is put behind."""
         if cost <= Cost.EXPIRED:
             return self._all_of(cost, count, usable)
-        queues = [self._heaps[cost * 2 + lane] for lane in (_SMALL, _MAIN)]
-        out: list[Entries] = []
-        back: tuple[list[Group], list[Group]] = ([], [])
-        small = self._small
-        while count > 0:
-            heads = [self._head(queue) for queue in queues]
-            spare = small - int(SMALL * self.capacity)
-            lane = _SMALL if heads[_SMALL] is not None and (spare > 0 or heads[_MAIN] is None) else _MAIN
-            group = heads[lane]
-            if group is None:
-                break
-            key, stamp, _, serial, _ = heapq.heappop(queues[lane])
-            free = np.flatnonzero(usable(group))
-            again = self._credit[group[free]] > 0
-            stop = min(self._turn(lane, spare, again), int(np.searchsorted(np.cumsum(~again), count)) + 1)
-            seen = int(free[stop - 1]) + 1 if stop <= len(free) and stop else len(group)
-            free, again = free[:stop], again[:stop]
-            goes, behind = group[free[~again]], group[free[again]]
-            aside = np.setdiff1d(np.arange(seen), free[again], assume_unique=True)
-            for part, where in ((group[seen:], queues[lane]), (group[aside], back[lane])):
-                if len(part):
-                    heapq.heappush(where, (key, stamp, int(self._at[part[0]]), serial, part))
-            out += [goes] if len(goes) else []
-            count -= len(goes)
-            small -= len(free) if lane == _SMALL else 0
-            self._kept -= len(behind)
-            self._requeue(cost, behind, lane)
-        for lane in (_SMALL, _MAIN):
-            for held in back[lane]:
-                heapq.heappush(queues[lane], held)
-        return out
+        sweep = _Sweep(self, cost, usable)
+        chosen = sweep.run(count, self._small, int(SMALL * self.capacity))
+        sweep.close()
+        return [np.asarray(chosen, dtype=np.int32)] if chosen else []
 
-    def _turn(self, lane: int, spare: int, again: npt.NDArray[np.bool_]) -> int:
-        """How many of a queue's first pages are looked at before the other queue may have its turn."""
-        if lane == _MAIN:
-            return len(again)
-        if spare > 0:
-            return spare
-        return int(np.argmax(again)) + 1 if np.any(again) else len(again)  # until the main queue has one
-
-    def _requeue(self, cost: Cost, entries: Entries, lane: int) -> None:
-        """To the end of the main queue: from the small one without credit, from the main one with one less."""
+    def put_behind(self, cost: Cost, entries: Entries) -> None:
+        """To the end of the main queue, in this order."""
         if len(entries):
             self._clock += 1
-            self._credit[entries] = 0 if lane == _SMALL else self._credit[entries] - 1
             self._renumber(entries)
             self._push(cost, 0, self._clock, entries, _MAIN)
 
@@ -161,3 +149,91 @@ class S3Fifo(Lru):
             for one in groups:
                 heapq.heappush(heap, one)
         return out
+
+
+class _Line:
+    """The pages of one queue that may go, the first first. Groups that were taken out go back at the end."""
+
+    def __init__(self, policy: S3Fifo, lane: int, usable: Usable) -> None:
+        self.policy, self.heap, self.usable = policy, policy._heaps[lane], usable
+        self.out: list[Group] = []
+        self.ahead: list[int] = []  # of the last group, the next one last
+
+    def peek(self) -> int | None:
+        while not self.ahead:
+            group = self.policy._head(self.heap)
+            if group is None:
+                return None
+            self.out.append(heapq.heappop(self.heap))
+            self.ahead = group[self.usable(group)][::-1].tolist()
+        return self.ahead[-1]
+
+    def close(self) -> None:
+        for group in self.out:
+            heapq.heappush(self.heap, group)
+
+
+class _Sweep:
+    """One walk over both queues of one cost. Second chances are given at once, the pages they are given to queued at the end."""
+
+    def __init__(self, policy: S3Fifo, cost: Cost, usable: Usable) -> None:
+        self.policy, self.cost = policy, cost
+        self.lines = tuple(_Line(policy, cost * 2 + lane, usable) for lane in (_SMALL, _MAIN))
+        self.behind: dict[int, None] = {}  # put behind in this walk, and not chosen after all
+        self.waited: set[int] = set()  # put behind for nothing but their successors
+        self.gone_behind: list[int] = []  # put behind, and chosen at their next turn
+        self.kids: dict[int, int] = {}  # of those whose successors were chosen
+
+    def run(self, count: int, small: int, limit: int) -> list[int]:
+        """Pages to go; ``small``: in the small queue, of all costs; ``limit``: those that may be."""
+        chosen: list[int] = []
+        stuck = False  # all that the main queue has is kept by successors
+        while len(chosen) < count:
+            first, main = self.lines[_SMALL].peek(), self._main()
+            page, again = first if first is not None and (small > limit or main is None or stuck) else main, False
+            if page is None:
+                break
+            if page == first:
+                self.lines[_SMALL].ahead.pop()
+                small -= 1
+                stuck = False
+            elif page in self.waited and first is not None and self._followed(page):
+                stuck = True
+                continue
+            elif again := page in self.behind:
+                del self.behind[page]
+            else:
+                self.lines[_MAIN].ahead.pop()
+            if self._again(page, page == first):
+                self.behind[page] = None
+                continue
+            chosen.append(page)
+            if again:
+                self.gone_behind.append(page)
+        return chosen
+
+    def _main(self) -> int | None:
+        page = self.lines[_MAIN].peek()
+        return next(iter(self.behind), None) if page is None else page
+
+    def _followed(self, page: int) -> bool:
+        return self.kids.get(page, int(self.policy._kids[page])) > 0
+
+    def _again(self, page: int, small: bool) -> bool:
+        """Whether a page whose turn it is gets a second chance. If not it goes, and whoever it follows has one successor less."""
+        credit, followed = int(self.policy._credit[page]), self._followed(page)
+        if credit or (followed and page not in self.waited):
+            if not credit:
+                self.waited.add(page)
+            self.policy._credit[page] = 0 if small else max(credit - 1, 0)
+            return True
+        parent = int(self.policy._parent[page])
+        if self.policy._link[page] and self.policy._link[page] == self.policy._born[parent]:
+            self.kids[parent] = self.kids.get(parent, int(self.policy._kids[parent])) - 1
+        return False
+
+    def close(self) -> None:
+        """Queue what was put behind."""
+        for line in self.lines:
+            line.close()
+        self.policy.put_behind(self.cost, np.asarray([*self.gone_behind, *self.behind], dtype=np.int32))
