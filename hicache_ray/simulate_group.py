@@ -16,7 +16,7 @@ from hicache_ray.simulate_rank import Around, Op, VirtualRank
 from hicache_ray.simulate_store import Fate, Link, fate
 from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import Tier
-from hicache_ray.story import Report, Request, Sampled
+from hicache_ray.story import Ended, Report, Request
 
 #: Transfers that a rank has under way with L3 at once; copies and forwards are one at a time.
 WIDTH = {Lane.STORAGE: 4, Lane.ASK: 4, Lane.COPY: 1, Lane.COMPUTE: 1}
@@ -263,7 +263,7 @@ class Member:
 
     def _collect(self, group: Group) -> None:
         for event in group.events():
-            if isinstance(event, Sampled):
+            if not isinstance(event, Ended):
                 continue
             asked = self.asked.pop(event.rid, None)
             if asked is None:
