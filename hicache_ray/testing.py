@@ -15,7 +15,7 @@ from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.copies import Mover, choose
 from hicache_ray.copies_fake import FakeDevice
-from hicache_ray.errors import Cancelled, ConfigError, HiCacheError
+from hicache_ray.errors import ConfigError, HiCacheError
 from hicache_ray.executor import Executor, Rank
 from hicache_ray.group import STORE, Envelope, Group
 from hicache_ray.keys import ANY, as_tokens, space_of
@@ -141,13 +141,6 @@ class Stack(Questions):
         self._jobs[rid] = self.group.prefetch(request)
         self._collect()
         return self.poll(rid)
-
-    def poll(self, rid: str) -> Poll:
-        job = self._jobs[rid]
-        state: str = job.phase.value
-        if rid in self.errors:
-            state = "cancelled" if isinstance(self.errors[rid], Cancelled) else "failed"
-        return Poll(state, 0 if rid in self.errors else job.promised, job.limit.value)
 
     def load(self, rid: str) -> int:
         """L2 to L1 of a prefetched prompt; returns the length it can resume from, in tokens."""
@@ -291,14 +284,9 @@ class Stack(Questions):
     # -- small things ---------------------------------------------------------------------------------------------------------------
 
     def _request(
-        self,
-        tokens: Iterable[int],
-        rid: str | None,
-        decoded: int,
-        namespace: Mapping[str, str],
-        limit: int | None,
+        self, tokens: Iterable[int], rid: str | None, decoded: int, namespace: Mapping[str, str], limit: int | None,
         spans: Sequence[Embedded] = (),
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         tokens = as_tokens(list(tokens))
         self._next += 1
         name = rid or f"request {self._next}"

@@ -11,7 +11,7 @@ from hicache_ray import lengths
 from hicache_ray.ask import ask
 from hicache_ray.cache import Cache
 from hicache_ray.copies_fake import FakeDevice
-from hicache_ray.errors import HiCacheError
+from hicache_ray.errors import Cancelled, HiCacheError
 from hicache_ray.explain import differing_fields
 from hicache_ray.group import Envelope, Group
 from hicache_ray.keys import Namespace, as_tokens, other, page_keys, tagged
@@ -20,8 +20,9 @@ from hicache_ray.records import Compute, Embedded, Lane, Lookup, Tokens, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.spec import CacheSpec, Component, Tier
-from hicache_ray.storage.faults import FaultyStore
-from hicache_ray.testing_parts import ContentEngine, Probe
+from hicache_ray.storage.wrappers import FaultyStore
+from hicache_ray.story import Job
+from hicache_ray.testing_parts import ContentEngine, Poll, Probe
 
 TIERS: Mapping[str, Tier] = {"l1": Tier.DEVICE, "l2": Tier.HOST, "l3": Tier.STORAGE}
 
@@ -43,7 +44,9 @@ class Questions:
     ns: Namespace
     tags: Mapping[str, tuple[bytes, ...]]
     group: Group
+    errors: dict[str, Exception]
     _engines: list[ContentEngine]
+    _jobs: dict[str, Job]
 
     def probe(self, tokens: Iterable[int], limit: int | None = None, **more: Any) -> Probe:
         """How far a request could resume. Changes nothing."""
@@ -127,6 +130,13 @@ class Questions:
 
     def _names(self, keys: Sequence[bytes]) -> list[list[bytes]]:
         return [[other(k) if kind else k for k in keys] for kind in self._kinds]
+
+    def poll(self, rid: str) -> Poll:
+        job = self._jobs[rid]
+        state: str = job.phase.value
+        if rid in self.errors:
+            state = "cancelled" if isinstance(self.errors[rid], Cancelled) else "failed"
+        return Poll(state, 0 if rid in self.errors else job.promised, job.limit.value)
 
     def audit(self) -> None:
         """Raises unless every count, lease and link is consistent, and every rank has executed its records in the one order.
