@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks import Row
 
-NAMES = ("rule", "copies", "arena", "tcp")
+NAMES = ("rule", "copies", "arena", "disk", "tcp")
 RESULTS = Path(__file__).with_name("results.json")
 
 

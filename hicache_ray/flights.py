@@ -27,7 +27,7 @@ class Envelope:
 
 @dataclass
 class Tale:
-    """A story under way. ``kind``: request, prefetch, backup, flush or drop.
+    """A story under way. ``kind``: request, prefetch, evict, backup, flush or drop.
 
     ``deadline``: of its present wait; of a flush or a drop, of all its waits together. ``seen``: room on the host when it began to wait
     for some.

@@ -134,7 +134,7 @@ class Group(Tales):
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> None:
         """Make room in a tier: afterwards ``need`` slots per component are free."""
-        self._start(Tale(self._own_name("evict"), "backup", self.cache.evict(tier, need)))
+        self._start(Tale(self._own_name("evict"), "evict", self.cache.evict(tier, need)))
 
     # -- what drivers ask ---------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ process. What is checked, and when:
 * after every event: free + held + cached = capacity, pins = leases, in every pool of the group that it touched;
 * every 64 events, and whenever the world has come to rest: everything, every cached and stored byte.
 
-A :class:`~hicache_ray.simulate_content.Violation` ends the history; :meth:`Failure` is what to say of it.
+A :class:`~hicache_ray.simulate_content.Violation` ends the history; :class:`Failed` is what to say of it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class World:
         self.case = case if isinstance(case, Case) else case_of(case, rng)
         self.now = 0.0
         self.tally = Tally()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._pushed = 0
         self._resting = False
         spec, settings = self.case.spec(), self.case.core()
@@ -109,7 +109,7 @@ class World:
         self.faults = Faults(rng, self.members, self.shelf, self.later)
         self.load = Load(rng, self.case, self.contents, self.members, self.later)
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Something happens after ``seconds``."""
         self._pushed += 1
         heapq.heappush(self._queue, (self.now + seconds, self._pushed, call))

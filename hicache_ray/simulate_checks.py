@@ -138,8 +138,13 @@ class Checks:
         planned = self.cache.naive(job, *local, more=asked.fetched)
         if planned < best and job.limit in (Limit.NONE, Limit.ABSENT):
             raise Violation(f"{asked.rid} could resume at {best} pages with what storage has, plans {planned}, and says: {job.limit.value}")
-        if asked.fetched and (not asked.fetched <= asked.told or planned <= self.cache.naive(job, *local)):
-            raise Violation(f"{asked.rid} reads from storage what is not there, or what does not make its resume longer")
+        if not asked.fetched <= asked.told:
+            raise Violation(f"{asked.rid} reads from storage what that has not said it has")
+        # Canonical bytes are fetched although others are near, and what a draft needs; that makes no resume longer.
+        better = any(name + OTHER in self.res.seen.visible[(t, c)] for c, name in asked.fetched for t in local)
+        better |= any(self.around.spec[c].role == "draft" for c, _ in asked.fetched)
+        if asked.fetched and not better and planned <= self.cache.naive(job, *local):
+            raise Violation(f"{asked.rid} reads from storage what does not make its resume longer")
 
     def end(self, asked: Asked, event: Ended) -> None:
         error, report = event.error, event.report

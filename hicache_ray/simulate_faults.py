@@ -22,7 +22,7 @@ class Faults:
         self.happened: dict[str, int] = {}
         self._kinds: tuple[tuple[float, Callable[[], None]], ...] = (
             (3, self.slow_link), (2, self.cut_link), (2, self.throwing_rank), (2, self.hung_calls), (2, self.torn_writes),
-            (2, self.flipped_bits), (2, self.lost_objects), (0.3, self.crashed_node), (1, self.split_nodes), (3, self.slow_rank),
+            (2, self.flipped_bits), (2, self.lost_objects), (1, self.crashed_node), (1, self.split_nodes), (3, self.slow_rank),
             (2, self.failing_copies), (2, self.late_reports), (2, self.doubled_reports), (0.6, self.lost_group),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from hicache_ray.simulate_rank import Around, Op, VirtualRank
 from hicache_ray.simulate_store import Fate, Link, fate
 from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import Tier
-from hicache_ray.story import Ended, Report, Request
+from hicache_ray.story import Dropped, Report, Request, Sampled
 
 #: Transfers that a rank has under way with L3 at once; copies and forwards are one at a time.
 WIDTH = {Lane.STORAGE: 4, Lane.ASK: 4, Lane.COPY: 1, Lane.COMPUTE: 1}
@@ -96,6 +96,8 @@ class Member:
 
     def begin(self, kind: str, rid: str, prompt: Prompt, request: Request) -> bool:
         """Submit or prefetch; False where it was refused."""
+        if rid in self.asked:
+            return False  # it was preempted, and is not over yet
         self.prompts[rid] = prompt
         asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens), begun=self.clock())
         full = len(self.group.active()) >= self.max_requests
@@ -184,7 +186,7 @@ class Member:
         """Questions to L3 as a whole. What a lookup says was true when it began; a clear happens when it ends."""
         record, rng = envelope.record, self.around.rng
         what = fate(self.link, rng, self.clock(), 4, record.timeout_s)
-        told = {} if what.error or not isinstance(record, Lookup) else self._look_up(record)
+        told = {} if what.error or not isinstance(record, Lookup) else self.around.look_up(record)
         self.schedule(what.seconds, lambda: self._answer(lane, envelope, what, told))
 
     def _answer(self, lane: tuple[int, Lane], envelope: Envelope, what: Fate, told: Mapping[str, tuple[int, ...]]) -> None:
@@ -195,12 +197,6 @@ class Member:
             self.around.shelf.clear()
         self._report(envelope, Outcome(found=told, error=what.error))
         self._next(lane)
-
-    def _look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
-        known: dict[bytes, int] = {}
-        for tag in {t: None for c in record.components for t in self.around.tags[c]}:
-            known[tag] = self.around.shelf.lookup(self.around.node, record.keys, tag)
-        return {c: tuple(known[t] for t in self.around.tags[c]) for c in record.components}
 
     def _report(self, envelope: Envelope, outcome: Outcome) -> None:
         """The report is on its way; some arrive twice."""
@@ -263,7 +259,7 @@ class Member:
 
     def _collect(self, group: Group) -> None:
         for event in group.events():
-            if not isinstance(event, Ended):
+            if isinstance(event, Sampled | Dropped):
                 continue
             asked = self.asked.pop(event.rid, None)
             if asked is None:

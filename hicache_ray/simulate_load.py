@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hicache_ray.keys import Namespace
 from hicache_ray.simulate_cases import PAGE, Case
@@ -12,7 +13,7 @@ from hicache_ray.simulate_group import Member
 from hicache_ray.spec import Tier
 from hicache_ray.story import Request, Wait
 
-Later = Callable[[float, Callable[[], None]], None]
+Later = Callable[[float, Callable[[], object]], None]
 
 #: Prompts that are asked for at any time; the oldest make way for new ones.
 LIVE = 20
@@ -76,8 +77,19 @@ class Load:
 
     def request(self, member: Member) -> None:
         rid, prompt, request = self._ask("request")
-        if member.begin("request", rid, prompt, request) and not self.case.calm and self.rng.random() < 0.12:
+        if not member.begin("request", rid, prompt, request) or self.case.calm:
+            return
+        fate = self.rng.random()
+        if fate < 0.1:
             self.later(self.rng.random() ** 2 * 0.5, lambda: self._cancel(member, rid))
+        elif fate < 0.15:
+            self.later(self.rng.random() ** 2 * 0.3, lambda: self._preempt(member, rid, prompt, request))
+
+    def _preempt(self, member: Member, rid: str, prompt: Prompt, request: Request) -> None:
+        """A request makes way for others, and comes back under its own id."""
+        if rid in member.asked:
+            self._cancel(member, rid)
+            self.later(self.rng.random() * 0.2, partial(member.begin, "request", rid, prompt, request))
 
     def _cancel(self, member: Member, rid: str) -> None:
         asked = member.asked.get(rid)

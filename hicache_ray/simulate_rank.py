@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hicache_ray.group import Envelope
 from hicache_ray.keys import is_other, page_of, tagged
 from hicache_ray.lease import Place
-from hicache_ray.records import Compute, Digest, Lane, Move, Outcome, Record, Span, lane_of
+from hicache_ray.records import Compute, Digest, Lane, Lookup, Move, Outcome, Record, Span, lane_of
 from hicache_ray.settings import Settings
 from hicache_ray.simulate_content import EMPTY, GARBAGE, Contents, Prompt, Violation
 from hicache_ray.simulate_engine import Engine, Written
@@ -43,6 +43,13 @@ class Around:
     tags: Mapping[str, tuple[bytes, ...]]
     prompts: dict[str, Prompt]
     rng: random.Random
+
+    def look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
+        """What L3 answers now: per component, one bitset for each rank."""
+        known: dict[bytes, int] = {}
+        for tag in {t: None for c in record.components for t in self.tags[c]}:
+            known[tag] = self.shelf.lookup(self.node, record.keys, tag)
+        return {c: tuple(known[t] for t in self.tags[c]) for c in record.components}
 
 
 @dataclass

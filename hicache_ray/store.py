@@ -67,6 +67,8 @@ class StoreStats:
     dropped: int = 0
     #: Bytes that are backed by huge pages, as far as the system says.
     huge_bytes: int = 0
+    #: Why nothing new is stored now; empty where it is.
+    writes_off: str = ""
 
 
 class Lent(Protocol):

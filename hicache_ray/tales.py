@@ -57,9 +57,12 @@ class Tales:
         self._changed()
 
     def _must_wait(self, tale: Tale) -> bool:
-        """For a flush, or for the drop of what it is of."""
+        """For a flush, or for the drop of what it is of.
+
+        What callers evict meanwhile leaves after a flush: it goes to a lower tier, which may have been emptied already.
+        """
         if tale.job is None:
-            return False
+            return tale.kind == "evict" and self._flushing is not None
         return self._flushing is not None or bool(self._dropping and tale.job.space in self._dropping)
 
     def _resume(self, tale: Tale, merged: Merged) -> None:

@@ -20,7 +20,7 @@ from hicache_ray.records import Compute, Embedded, Lane, Lookup, Tokens, lane_of
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Match, Path
 from hicache_ray.spec import CacheSpec, Component, Tier
-from hicache_ray.storage.wrappers import FaultyStore
+from hicache_ray.storage.faults import FaultyStore
 from hicache_ray.story import Job
 from hicache_ray.testing_parts import ContentEngine, Poll, Probe
 

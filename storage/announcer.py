@@ -19,6 +19,7 @@ from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
 
 _JOIN_S = 5.0
+_AGAIN_S = 2.0
 
 
 def announce_visible(holder: str, store: Store, home: Directory, ids: Sequence[bytes], timeout_s: float) -> int:
@@ -141,11 +142,12 @@ class Announcer:
         except StoreError:
             self.stats.failures += 1
             return  # the next step tries again, as the view is not told
-        if told is None or due or told.member(self.here().node) != view.member(self.here().node):
-            self._todo, self._said_at = (
-                dict.fromkeys(mine),
-                self.clock(),
-            )  # also as a new incarnation: the old one's entries count for nothing
+        alone = told is not None and len(told.alive) == 1  # then nobody had to be told, and what was written was not announced
+        if told is None or due or alone or told.member(self.here().node) != view.member(self.here().node):
+            # Also as a new incarnation: the old one's entries count for nothing.
+            self._todo, self._said_at = dict.fromkeys(mine), self.clock()
+            if alone:  # and once more when every client has heard that others are there
+                self._said_at -= max(self.config.refresh_s - _AGAIN_S, 0.0)
         else:
             moved = {group for group in {group_of(id) for id in mine} if told.home(group) != view.home(group)}
             self._later([id for id in mine if group_of(id) in moved])
@@ -183,7 +185,11 @@ class Announcer:
         self.stats.announced += announce_visible(self.here().holder, self.store, home, ids, timeout_s)
 
     def _withdraw(self, home: Directory, ids: Sequence[bytes], timeout_s: float) -> None:
-        """What has come back since is announced after the withdrawal, so that it is known in the end."""
-        home.withdraw(self.here().holder, ids, timeout_s)
-        announce_visible(self.here().holder, self.store, home, ids, timeout_s)
-        self.stats.withdrawn += len(ids)
+        """Those that are not there, be it on a disk. What has come back since is announced after the withdrawal, so that it is known in the
+        end."""
+        there = visible(self.store, ids, timeout_s)
+        gone = [id for i, id in enumerate(ids) if not there >> i & 1]
+        if gone:
+            home.withdraw(self.here().holder, gone, timeout_s)
+            announce_visible(self.here().holder, self.store, home, gone, timeout_s)
+        self.stats.withdrawn += len(gone)

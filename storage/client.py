@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, wire
@@ -184,7 +185,11 @@ class ArenaClient:
         fit = np.flatnonzero(lengths == targets.sizes[which])
         sources = memory.arrow.address + lease.offsets[fit].view(np.int64)
         batch = Batch(sources, targets.addresses[which[fit]], lengths[fit], stream=True)
-        sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+        try:
+            sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+        except BaseException:
+            self._release(connection, lease.id, np.zeros(len(which), np.bool_))
+            raise
         read = sums.done & unchanged(lease, memory)[fit]
         right = sums.values == lease.checksums[fit]
         if held.passed():
@@ -192,11 +197,19 @@ class ArenaClient:
         if len(which):
             bad = np.zeros(len(which), np.bool_)
             bad[fit] = read & ~right
-            report = release_body(lease.id, bits.packed(bad), len(bad))
-            connection.tell(Kind.RELEASE, report, Deadline.after(self._clock, _RELEASE_S))
+            self._release(connection, lease.id, bad)
         verified = np.zeros(len(ids), np.bool_)
         verified[which[fit]] = read & right
         return bits.packed(verified)
+
+
+    def _release(self, connection: Connection, lease: int, bad: npt.NDArray[np.bool_]) -> None:
+        """``bad``: of the loans, those whose bytes did not fit. What was read counts also where the service cannot be told: the lease
+        runs out, and a connection that holds half a message is not used again."""
+        try:
+            connection.tell(Kind.RELEASE, release_body(lease, bits.packed(bad), len(bad)), Deadline.after(self._clock, _RELEASE_S))
+        except StoreError:
+            connection.close()
 
 
 def _parts(items: Sequence[bytes], size: int) -> Iterator[tuple[int, Sequence[bytes]]]:

@@ -67,6 +67,7 @@ class Holdings:
         self.used_bytes = 0  # lengths of everything that occupies a slot
         self.objects = 0  # visible ones
         self.tick = 0
+        self.lost: list[npt.NDArray[np.uint8]] | None = None  # ids that went before anybody asked for it; set it to know
         self._oldest = OldestFirst()
         self._kinds: dict[int, int] = {}  # size class -> its number
 
@@ -146,6 +147,12 @@ class Holdings:
         table.hide(rows)
         self._free(rows[table["pins"][rows] == 0])
 
+    def lose(self, rows: Rows) -> None:
+        """Remove visible objects, and remember which they were if somebody wants to know."""
+        if self.lost is not None and len(rows):
+            self.lost.append(self.table.ids(rows))
+        self.remove(rows)
+
     def oldest(self, column: str, value: int, count: int, before: int) -> Rows:
         """At most ``count`` evictable objects of one class or tenant, oldest first, not used at tick ``before`` or later."""
         table = self.table
@@ -159,7 +166,7 @@ class Holdings:
     def evict(self, rows: Rows) -> None:
         for number, part in grouped(self.table["tenant"][rows]):
             self.tenants.usage[number].evictions += len(rows[part])
-        self.remove(rows)
+        self.lose(rows)
         self.counters.evictions += len(rows)
 
     def kind(self, size: int) -> int:

@@ -74,10 +74,10 @@ class ArenaIndex(Holdings):
         self.expire()
         return self.table.find(ids) >= 0
 
-    def reserved_ids(self, reservation: int) -> list[bytes]:
-        """Ids of the objects that a reservation placed, in the order of the grants; none where it is not open."""
+    def reserved(self, reservation: int) -> tuple[list[bytes], list[int]]:
+        """Ids and lengths of the objects that a reservation placed, in the order of the grants; none where it is not open."""
         hold = self.claims.holds.get(reservation)
-        return [] if hold is None else unpacked(self.table.ids(hold.rows))
+        return ([], []) if hold is None else (unpacked(self.table.ids(hold.rows)), self.table["length"][hold.rows].tolist())
 
     def __contains__(self, id: bytes) -> bool:
         """Is it visible?"""
@@ -166,7 +166,7 @@ class ArenaIndex(Holdings):
             self.counters.checksum_failures += len(rows)
             self.counters.get_misses += len(rows)
             rows = np.unique(rows)
-            self.remove(rows[self.table["state"][rows] == SEALED])
+            self.lose(rows[self.table["state"][rows] == SEALED])
         self._close(claim)
 
     # -- removing ----------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,8 @@ class ArenaIndex(Holdings):
         first = first[where >= 0]
         existed = np.zeros(len(rows), np.bool_)
         existed[first] = self.table["state"][rows[first]] == SEALED
-        self.remove(rows[first])
+        self.lose(rows[existed])
+        self.remove(rows[first[~existed[first]]])
         return bits.packed(existed)
 
     def clear(self, prefix: bytes = b"") -> int:

@@ -27,10 +27,10 @@ class LocalStore:
     """A :class:`~hicache_ray.store.Store` over a :class:`~hicache_ray.storage.node.NodeStore`, which stays open when this is closed."""
 
     def __init__(self, node: NodeStore, copy_threads: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
-        self._node, self._clock = node, clock
+        self._node: NodeStore | None = node  # None: closed
+        self._clock = clock
         self._copier = Copier(copy_threads)
         self._owner = node.owner()
-        self._closed = False
 
     # -- objects -----------------------------------------------------------------------------------------------------------------
 
@@ -66,8 +66,9 @@ class LocalStore:
         """As the protocol says; the views are read-only pyarrow.Buffers over the segment."""
         require_ids(ids)
         asked = self._clock()
-        lease = self._open.lease(ids, self._owner, timeout_s + _MARGIN_S if timeout_s > 0 else _MARGIN_S, timeout_s)
-        return LocalLent(self._node, lease, asked + lease.seconds, self._clock)
+        node = self._open
+        lease = node.lease(ids, self._owner, timeout_s + _MARGIN_S if timeout_s > 0 else _MARGIN_S, timeout_s)
+        return LocalLent(node, lease, asked + lease.seconds, self._clock)
 
     def reserve(self, ids: Sequence[bytes], lengths: Sequence[int], timeout_s: float) -> Receiving:
         """Memory of the arena to receive new objects into, at most ``timeout_s`` long. Ids differ from each other. End it exactly once."""
@@ -75,9 +76,10 @@ class LocalStore:
         if timeout_s <= 0:
             raise StoreTimeout("the deadline of this call has passed")
         asked = self._clock()
-        reservation = self._open.reserve(ids, lengths, self._owner, timeout_s + _MARGIN_S)
+        node = self._open
+        reservation = node.reserve(ids, lengths, self._owner, timeout_s + _MARGIN_S)
         until = asked + min(reservation.seconds, timeout_s)
-        return Receiving(self._node, self._owner, reservation, list(lengths), lambda: self._clock() >= until)
+        return Receiving(node, self._owner, reservation, list(lengths), lambda: self._clock() >= until)
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
         require_ids(ids)
@@ -111,16 +113,17 @@ class LocalStore:
             return True
 
     def close(self) -> None:
-        closed, self._closed = self._closed, True
-        if not closed:
-            self._node.disconnect(self._owner)
+        node, self._node = self._node, None
+        if node is not None:
+            node.disconnect(self._owner)
             self._copier.close()
 
     @property
     def _open(self) -> NodeStore:
-        if self._closed:
+        node = self._node
+        if node is None:
             raise StoreClosed("this handle of the store is closed")
-        return self._node
+        return node
 
 
 class LocalLent:

@@ -153,6 +153,12 @@ class Members:
                 self._end(state.member)
                 self._changed()
 
+    def forget(self, node: str) -> None:
+        """Whoever named it does so no longer. It is welcome back, as the same incarnation too."""
+        with self._lock:
+            if self._states.pop(node, None) is not None:
+                self._changed()
+
     def heard(self, node: str, incarnation: str) -> None:
         """It answered. A new incarnation takes the place of the old one; a late answer of an older one says nothing."""
         with self._lock:

@@ -11,6 +11,7 @@
     DESCRIBE > digest length u16 | digest | JSON object           < nothing
     CLEAR    > prefix length u16 | prefix                         < count u64
     DESCRIBED < JSON object     STATS < JSON object     PING < what was sent     ERROR < text
+    MEMBERS  > nothing                          < JSON object (see :mod:`~hicache_ray.storage.membership`)
 
 Bits are bitsets of whole bytes; a star repeats what is before it.
 """

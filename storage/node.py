@@ -12,7 +12,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -30,24 +30,26 @@ from hicache_ray.storage.index import ArenaIndex
 from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
+_STATS_S = 0.5
 _PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
 
 
 class Behind(Protocol):
-    """Writes what became visible to the store behind. These calls return at once, raise nothing, and never call the node.
+    """Writes what became visible to the store behind. It never calls the node while it is called.
 
     Its own thread reads through ``node.lease(ids, owner, seconds, timeout_s=0)``: with no time given, nothing is fetched from behind.
     """
 
-    def on_sealed(self, ids: Sequence[bytes]) -> None:
-        """These objects became visible. Their bytes are there for as long as a lease finds them."""
+    def on_sealed(self, ids: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """These objects became visible. Their bytes are there for as long as a lease finds them. Returns at once, and raises nothing."""
         ...
 
-    def on_removed(self, ids: Sequence[bytes]) -> None:
-        """These must not be written any more, should they be waiting."""
+    def on_removed(self, ids: Sequence[bytes], timeout_s: float) -> None:
+        """These must not be written any more, should they be waiting; what is being written is undone when it returns. Raises
+        StoreTimeout."""
         ...
 
-    def on_cleared(self, prefix: bytes) -> None:
+    def on_cleared(self, prefix: bytes, timeout_s: float) -> None:
         """The same for all that begin with this."""
         ...
 
@@ -63,11 +65,21 @@ class NodeStore:
         self._records: dict[bytes, dict[str, str]] = {}
         self._record_bytes = 0
         self._owners = itertools.count(1)
-        self._fence = 0  # grows with every removal: a promotion that began before one is void
+        self._fence = 0  # grows when a removal begins and when it ends: a promotion in which it grew is void
+        self._removals = 0  # under way
         self._closed = False
+        self._on_lost: Callable[[Sequence[bytes]], None] | None = None
+        self._on_cleared: Callable[[bytes], object] | None = None
         if back is not None:
             for digest, record in back.described(10.0).items():
                 self._keep(digest, dict(record))
+
+    def watch(self, on_lost: Callable[[Sequence[bytes]], None], on_cleared: Callable[[bytes], object]) -> None:
+        """Have ``on_lost(ids)`` called with what was evicted, dropped or found damaged, and ``on_cleared(prefix)`` after every clear: on
+        the thread of the call that did it, without the lock. They return at once and raise nothing."""
+        with self._lock:
+            self._on_lost, self._on_cleared = on_lost, on_cleared
+            self.arena.index.lost = []
 
     def owner(self) -> int:
         """A number for one connection, or one caller in this process. End it with :meth:`disconnect`."""
@@ -118,28 +130,32 @@ class NodeStore:
     # -- removing ----------------------------------------------------------------------------------------------------------------
 
     def drop(self, ids: Ids, timeout_s: float) -> int:
-        """Bitset of those that existed, here or behind."""
+        """Bitset of those that existed, here or behind. Raises StoreError where it is not complete behind."""
         names = unpacked(ids) if isinstance(ids, np.ndarray) else list(ids)
-        with self._index() as index:
-            self._fence += 1
-            existed = index.drop(ids)
-        if self.behind is not None:
-            self.behind.on_removed(names)
-        return existed if self.back is None else existed | self.back.drop(names, timeout_s)
+        until = time.monotonic() + timeout_s
+        with self._removal():
+            with self._index() as index:
+                existed = index.drop(ids)
+            if self.behind is not None:
+                self.behind.on_removed(names, timeout_s)
+            return existed if self.back is None else existed | self.back.drop(names, until - time.monotonic())
 
     def clear(self, prefix: bytes, timeout_s: float) -> int:
-        """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both."""
+        """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both, and
+        against what is on its way between them. Raises StoreError where it is not complete behind."""
+        until = time.monotonic() + timeout_s
         seen = set[bytes]() if self.back is None else set(self.back.scan(prefix, timeout_s))
-        with self._index() as index:
-            self._fence += 1
-            seen.update(index.ids(prefix) if self.back is not None else ())
-            count = index.clear(prefix)
-        if self.behind is not None:
-            self.behind.on_cleared(prefix)
-        if self.back is None:
-            return count
-        self.back.clear(timeout_s, prefix)
-        return len(seen)
+        with self._removal():
+            with self._index() as index:
+                seen.update(index.ids(prefix) if self.back is not None else ())
+                count = index.clear(prefix)
+            if self.behind is not None:
+                self.behind.on_cleared(prefix, until - time.monotonic())
+            if self.back is not None:
+                self.back.clear(until - time.monotonic(), prefix)
+        if self._on_cleared is not None:
+            self._on_cleared(prefix)
+        return count if self.back is None else len(seen)
 
     def scan(self, prefix: bytes, timeout_s: float) -> npt.NDArray[np.uint8]:
         """(n, 64) ids of the visible objects, here and behind, as of the call."""
@@ -165,7 +181,14 @@ class NodeStore:
     def stats(self) -> StoreStats:
         with self._index() as index:
             stats = index.stats()
-        return replace(stats, huge_bytes=self.arena.segment.huge_bytes())
+        return replace(stats, huge_bytes=self.arena.segment.huge_bytes(), writes_off=self._writes_off())
+
+    def _writes_off(self) -> str:
+        """Why nothing is written behind the arena; "" where something is."""
+        try:
+            return "" if self.back is None else self.back.stats(_STATS_S).writes_off
+        except StoreError as error:
+            return str(error)
 
     def check(self) -> None:
         """Raises Inconsistent."""
@@ -177,6 +200,7 @@ class NodeStore:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
+            self.behind = None  # it knows this node: without it the memory is free as soon as nobody reads it
             self.arena.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
@@ -186,7 +210,26 @@ class NodeStore:
         with self._lock:
             if self._closed:
                 raise StoreClosed("the store of this node is closed")
-            yield self.arena.index
+            index = self.arena.index
+            yield index
+            lost, tell = index.lost, self._on_lost
+            if lost:
+                index.lost = []
+        if lost and tell is not None:
+            tell([id for part in lost for id in unpacked(part)])
+
+    @contextmanager
+    def _removal(self) -> Iterator[None]:
+        """What is read from behind meanwhile may be what is removed there: it does not come back into the arena."""
+        with self._lock:
+            self._fence += 1
+            self._removals += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._fence += 1
+                self._removals -= 1
 
     def _keep(self, digest: bytes, record: dict[str, str]) -> None:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
@@ -198,13 +241,12 @@ class NodeStore:
             self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
 
     def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
-        told: list[bytes] = []
         with self._index() as index:
-            names = index.reserved_ids(reservation) if tell and self.behind is not None else []
+            names, lengths = index.reserved(reservation) if tell and self.behind is not None else ([], [])
             sealed = index.seal(reservation, checksums, owner)
-            told = [names[i] for i in bits.each(sealed)] if names else []
-        if told and self.behind is not None:
-            self.behind.on_sealed(told)
+        if names and sealed and self.behind is not None:
+            seen = list(bits.each(sealed))
+            self.behind.on_sealed([names[i] for i in seen], [lengths[i] for i in seen])
         return sealed
 
     def _promote(self, ids: npt.NDArray[np.uint8], owner: int, timeout_s: float) -> None:
@@ -240,7 +282,7 @@ class NodeStore:
             sums = [value if found[i][0] in valid else None for i, value in zip(granted, sums, strict=True)]
         finally:
             with self._index() as index:
-                index.seal(place.id, sums if fence == self._fence else [None] * len(sums), owner)
+                index.seal(place.id, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
 
 
 def _union(here: Answer, behind: Answer) -> Answer:

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import messages, wire
 from hicache_ray.storage.arena import Arena, ArenaAddress, ArenaConfig
+from hicache_ray.storage.membership import ALONE
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.serving import Handler, Log, hang_up
 from hicache_ray.storage.wire import Kind, Reader, WireError
@@ -33,7 +34,8 @@ _CLEAR_S = 30.0  # for a clear or a scan to reach what lies behind
 class ArenaService:
     """``start`` makes everything, ``close`` removes everything. Both may be called once; close is idempotent.
 
-    ``make_node``: makes what answers, of the arena: ``lambda arena: NodeStore(arena, back, behind)``, say.
+    ``make_node``: makes what answers, of the arena: ``lambda arena: NodeStore(arena, back, behind)``, say. ``members``: what it says of the
+    nodes of its cluster; set it before anybody is listened to.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ArenaService:
     ) -> None:
         self.config = config
         self._clock, self._make_node = clock, make_node
+        self.members: Callable[[], bytes] = lambda: ALONE
         self._node: NodeStore | None = None
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -52,12 +55,20 @@ class ArenaService:
 
     def start(self) -> ArenaService:
         """Raises ConfigError, and leaves nothing behind then."""
+        return self.open().listen()
+
+    def open(self) -> ArenaService:
+        """The first half of it: the arena is there, and nobody is listened to. Raises ConfigError, and leaves nothing behind then."""
         arena = Arena(self.config, self._clock)
         try:
             self._node = self._make_node(arena)
         except BaseException:
             arena.close()
             raise
+        return self
+
+    def listen(self) -> ArenaService:
+        """The second half. Raises ConfigError, and closes everything then."""
         try:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind(str(self.config.socket_path))
@@ -92,6 +103,13 @@ class ArenaService:
 
     def close(self) -> None:
         """Hang up on everybody, stop all threads, remove socket and segment."""
+        self.hang_up()
+        if self._node is not None:
+            self._node.close()
+            self._node = None
+
+    def hang_up(self) -> None:
+        """Nobody is listened to any more, and all threads are stopped; the node is still open. Idempotent."""
         with self._lock:
             self._closing = True
             handlers, threads = list(self._handlers.values()), [*self._threads]
@@ -104,9 +122,6 @@ class ArenaService:
                 thread.join(_JOIN_S)
         if self._listener is not None:
             self._listener.close()
-        if self._node is not None:
-            self._node.close()
-            self._node = None
 
     def __enter__(self) -> ArenaService:
         return self.start()
@@ -206,6 +221,9 @@ class ArenaService:
             return json.dumps(asdict(node.stats())).encode()
         if kind == Kind.PING:
             return reader.rest()
+        if kind == Kind.MEMBERS:
+            reader.end()
+            return self.members()
         raise WireError(f"{Kind(kind).name} is not a request")
 
 

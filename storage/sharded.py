@@ -94,6 +94,10 @@ class ShardedStore:
     def stats(self, timeout_s: float) -> StoreStats:
         return sharded_whole.stats(self._asked(timeout_s))
 
+    def let_go(self) -> None:
+        """Close the handles to nodes that are gone by now. Every call does it; this is for a store that is not used for a while."""
+        self._peers.view()
+
     def close(self) -> None:
         self._peers.close()
 

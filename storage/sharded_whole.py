@@ -110,7 +110,9 @@ def stats(asked: Asked) -> StoreStats:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Of numbers, or of tables of numbers by their keys."""
+    """Of numbers; of tables of numbers by their keys; of sentences, what they say."""
+    if all(isinstance(value, str) for value in values):
+        return "; ".join(dict.fromkeys(value for value in values if value))
     tables = [value for value in values if isinstance(value, Mapping)]
     if not tables:
         return sum(values)

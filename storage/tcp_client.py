@@ -36,12 +36,14 @@ class TcpStore(TcpDirectory):
         token: str,
         config: TcpClientConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        incarnation: str = "",
     ) -> None:
-        """``address``: of the server, or ``host:port``. Raises ConfigError."""
+        """``address``: of the server, or ``host:port``. ``incarnation``: the only one that is talked to, where it is given. Raises
+        ConfigError."""
         require_token(token)
         self._config, self._clock = config or TcpClientConfig(), clock
         address = TcpAddress.parse(address) if isinstance(address, str) else address
-        super().__init__(Links(address, token, self._config, clock))
+        super().__init__(Links(address, token, self._config, clock, incarnation))
         self._mover = Mover(self._config.streams, self._config.connections)
 
     # -- objects -----------------------------------------------------------------------------------------------------------------

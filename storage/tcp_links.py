@@ -113,8 +113,9 @@ class Borrowed:
 class Links:
     """At most ``config.connections`` links; the one given back last is lent first. Usable by several threads of its process."""
 
-    def __init__(self, address: TcpAddress, token: str, config: TcpClientConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, address: TcpAddress, token: str, config: TcpClientConfig, clock: Callable[[], float], incarnation: str = "") -> None:
         self.address, self._token, self._config, self._clock = address, token, config, clock
+        self._incarnation = incarnation
         self._pid = os.getpid()
         self._turn = threading.Condition()
         self._breaker = Breaker(clock, config.backoff_s, config.backoff_most_s)
@@ -178,7 +179,7 @@ class Links:
                 if deadline.passed() or not self._turn.wait(deadline.left()):
                     raise Overloaded(f"all {self._config.connections} connections to the store were in use until the deadline")
         try:
-            return Link(self.address, self._token, self._config.buffer_bytes, deadline)
+            return self._open(deadline)
         except BaseException:
             with self._turn:
                 self._count -= 1
@@ -193,6 +194,13 @@ class Links:
             self._turn.notify_all()
         for link in idle:
             link.stream.close()
+
+    def _open(self, deadline: Deadline) -> Link:
+        link = Link(self.address, self._token, self._config.buffer_bytes, deadline)
+        if self._incarnation and link.incarnation != self._incarnation:
+            link.stream.close()
+            raise StoreClosed(f"at {self.address} answers incarnation {link.incarnation}, no longer {self._incarnation}")
+        return link
 
     def _give_back(self, link: Link) -> None:
         with self._turn:

@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     DESCRIBED = 11
     STATS = 12
     PING = 13
+    MEMBERS = 14
     ERROR = 127
 
 

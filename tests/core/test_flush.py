@@ -216,3 +216,27 @@ def test_flush_with_requests_of_every_kind_waiting() -> None:
     assert not stack.errors
     assert isinstance(steps.seen[0].record, Lookup)
     at_rest(stack)
+
+
+def test_what_is_evicted_meanwhile_leaves_after_the_flush() -> None:
+    """Else it would be written to a storage that has been emptied already, before the flush has ended."""
+    stack = hybrid(write_policy="write_back")
+    stack.put(A)
+    stack.settle()
+    steps = Steps(stack)
+    name = stack.group.flush([Tier.STORAGE])
+    stack._collect()
+    clear = steps.until(lambda envelope: isinstance(envelope.record, Clear))
+    outcome = stack.execute(clear)
+    stack.group.evict(Tier.DEVICE, {pool: stack.res.room((Tier.DEVICE, pool)) for pool in stack.pools})
+    stack._collect()
+    assert steps.run() == 0
+    assert not ended(stack, name)
+    assert all(not stack.have("l3", pool, A, rank) for pool in stack.pools for rank in (0, 1))
+    stack.report(clear, outcome)
+    (end,) = ended(stack, name)
+    assert end.error is None
+    steps.settle()
+    assert not stack.have("l1", "full", A)
+    assert stack.have("l3", "full", A) == stack.have("l2", "full", A) == set(range(len(A) // stack.page))
+    at_rest(stack)

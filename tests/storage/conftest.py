@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,13 @@ def clock() -> FakeClock:
 def config() -> ArenaConfig:
     """In /dev/shm, under a name of this process."""
     return ArenaConfig(f"test-{os.getpid()}", PAGES * PAGE, slab_bytes=PAGE, io_timeout_s=1.0)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, for tests that make many disk stores: syncs of a real disk would take minutes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hicache-tests-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(autouse=True)

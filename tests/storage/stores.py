@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hicache_ray.storage import (
@@ -14,17 +15,26 @@ from hicache_ray.storage import (
     ArenaConfig,
     ArenaService,
     ChecksumStore,
+    ClientConfig,
     CountingStore,
+    DiskConfig,
+    DiskStore,
     FaultyStore,
     LatencyStore,
     LocalStore,
     MemoryStore,
+    NodeConfig,
     NodeStore,
+    StorageNode,
+    TieredStore,
+    WriteBehind,
+    open_store,
 )  # fmt: skip
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.checked import TRAILER_BYTES
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
 from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.movers import Batch
 from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -159,10 +169,10 @@ def hold_client(store: Any, gate: Gate) -> Iterator[None]:
     copier = store._copier
     run = copier.run
 
-    def held(copies: Any, *args: Any) -> Any:
-        if any(copy.of_source for copy in copies):
+    def held(batch: Batch, *args: Any) -> Any:
+        if batch.of_source:
             gate.stop()
-        return run(copies, *args)
+        return run(batch, *args)
 
     copier.run = held
     yield
@@ -180,7 +190,8 @@ def in_thread() -> Subject:
     @contextmanager
     def make(capacity_bytes: int) -> Iterator[Store]:
         with ArenaService(arena(capacity_bytes), clock) as service:
-            client = ArenaClient(service.address, clock=clock)
+            # Small slices: the clock, and so the end of a lease, is looked at between any two pages.
+            client = ArenaClient(service.address, ClientConfig(slice_bytes=PAGE, kernel="off"), clock=clock)
             try:
                 yield client
                 service.check()
@@ -309,6 +320,73 @@ def tcp_arena() -> Subject:
     return Subject(make, Abilities(lends=False))
 
 
+def over_nodes(placement: str) -> Subject:
+    """Three storage nodes in this process, by sockets as a rank opens them; bytes stay with the first one, or lie on all.
+
+    Leases run out on the nodes' clock; on the tcp plane time is real.
+    """
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        rest = PAGE if placement == "writer" else capacity_bytes
+        with small_nodes([capacity_bytes, rest, rest], ShardConfig(placement), clock) as nodes:
+            with closing(open_store(nodes[0].address.socket, clock=clock)) as store:
+                yield store
+            for node in nodes:
+                node.check()
+
+    writer = placement == "writer"
+    abilities = Abilities(clock=clock if writer else None, exact_room=False, eviction=Eviction.APPROXIMATE, counts=writer, lends=writer)
+    return Subject(make, replace(abilities, hold=hold_here if writer else None))
+
+
+def hold_here(store: Any, gate: Gate) -> AbstractContextManager[None]:
+    return hold_client(store._here, gate)
+
+
+@contextmanager
+def small_nodes(capacities: Sequence[int], shard: ShardConfig, clock: Clock) -> Iterator[list[StorageNode]]:
+    """They know each other, and nothing is moving."""
+    with ExitStack() as closing_all:
+        nodes = []
+        for i, capacity in enumerate(capacities):
+            config = NodeConfig(f"n{i}", arena(capacity, f"conf-node{i}"), token="secret", shard=shard)
+            nodes.append(closing_all.enter_context(StorageNode(config, clock, background=False)))
+        for node in nodes:
+            node.set_members([other.address.member for other in nodes])
+        clock.advance(nodes[0].config.members.settle_s)
+        yield nodes
+
+
+def disk() -> Subject:
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        with TemporaryDirectory(prefix="hicache-conf-") as folder:
+            room = capacity_bytes + (64 << 10)  # the cap counts the store's own records too
+            with closing(DiskStore(DiskConfig(folder, room, segment_bytes=capacity_bytes, lease_s=LEASE_S), clock)) as store:
+                yield store
+                store.check()
+
+    return Subject(make, Abilities(clock=clock, lends=False))
+
+
+def tiered(in_front: bool) -> Subject:
+    """All room on one side: the other refuses everything. Nothing is written behind, which would count as a use."""
+    clock = Clock()
+
+    @contextmanager
+    def make(capacity_bytes: int) -> Iterator[Store]:
+        front, back = (MemoryStore(room, LEASE_S, clock) for room in ((capacity_bytes, 1) if in_front else (1, capacity_bytes)))
+        with closing(TieredStore(front, back, WriteBehind(front, back, 1))) as store:
+            yield store
+            store.check()
+
+    return Subject(make, Abilities(clock=clock, lends=in_front))
+
+
 #: A store that is added here is held to every rule.
 STORES: Mapping[str, Callable[[], Subject]] = {
     "memory": memory,
@@ -319,9 +397,14 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "arena in a thread": in_thread,
     "arena in a process": in_process,
     "arena without a socket": local,
+    "disk": disk,
+    "tiered, in front": lambda: tiered(True),
+    "tiered, behind": lambda: tiered(False),
     "tcp over memory": tcp_memory,
     "tcp over an arena": tcp_arena,
     "sharded": lambda: sharded(ShardConfig(), [1, 0, 0]),
+    "three nodes": lambda: over_nodes("writer"),
+    "three nodes, bytes on all": lambda: over_nodes("home"),
     "sharded, all of it elsewhere": lambda: sharded(ShardConfig(placement="home"), [1], here="a client without a store"),
 }
 
@@ -332,9 +415,9 @@ def slow_gets(store: Any, pause: Callable[[], None]) -> Iterator[None]:
     copier = store._copier
     run = copier.run
 
-    def slow(copies: Any, *args: Any) -> Any:
-        sums = run(copies, *args)
-        if not any(copy.of_source for copy in copies):
+    def slow(batch: Batch, *args: Any) -> Any:
+        sums = run(batch, *args)
+        if not batch.of_source:
             pause()
         return sums
 

@@ -24,13 +24,14 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, object]] = []
 
-    def on_sealed(self, ids: Sequence[bytes]) -> None:
+    def on_sealed(self, ids: Sequence[bytes], lengths: Sequence[int]) -> None:
+        assert len(ids) == len(lengths)
         self.events.append(("sealed", list(ids)))
 
-    def on_removed(self, ids: Sequence[bytes]) -> None:
+    def on_removed(self, ids: Sequence[bytes], timeout_s: float) -> None:
         self.events.append(("removed", list(ids)))
 
-    def on_cleared(self, prefix: bytes) -> None:
+    def on_cleared(self, prefix: bytes, timeout_s: float) -> None:
         self.events.append(("cleared", prefix))
 
 

@@ -1,0 +1,303 @@
+"""What a disk store holds, and what goes when room is short. No reads and writes: DiskFiles keeps the books of room and makes the files.
+
+Life of an object: ``reserve`` (invisible) -> ``record`` (its bytes are written) -> ``seal`` (visible) -> evicted, dropped or cleared. A
+slot in use by a reader or a writer is never given to another object: it is DEAD until the last user ends. Eviction is LRU within a size
+class; a class also takes the segment whose objects are older, on average, than its own oldest object. Within one call the first id counts
+as the most recently used: callers pass pages from the root down, and what stays must be root-reachable. Not thread-safe: its owner locks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from hicache_ray.storage import bits
+from hicache_ray.storage.disk_files import DiskFiles
+from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slot_size
+from hicache_ray.storage.disk_plan import Found, Placed, Plan
+from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment
+from hicache_ray.storage.disk_slots import SlotMap, mean_use, place, require
+from hicache_ray.storage.disk_table import PlaceTable, hashes, hashes_of
+from hicache_ray.storage.holdings import Counters
+from hicache_ray.store import Answer
+
+
+class DiskIndex:
+    """Over the segments that ``files`` has. Beside the segments, ``table`` is the only thing in it that grows with every object."""
+
+    def __init__(self, files: DiskFiles, segments: Sequence[Segment]) -> None:
+        self.files = files
+        self.counters = Counters()
+        self.slots = SlotMap()
+        self.table = PlaceTable()
+        self.reserved: dict[bytes, Placed] = {}
+        for segment in segments:
+            self.slots.add(segment)
+        self._adopt()
+
+    # -- questions ---------------------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], tag: bytes) -> Answer:
+        ids = [key + tag for key in keys]
+        hit = bits.pack(at >= 0 for at in self._find(ids))
+        return Answer(hit=hit, pending=bits.pack(map(self.reserved.__contains__, ids)) if self.reserved else 0)
+
+    def ids(self, prefix: bytes = b"") -> list[bytes]:
+        return [segment.id(slot) for segment, slot in self.slots.visible(prefix)]
+
+    def segments(self) -> list[Segment]:
+        return list(self.slots.segments.values())
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that grows with the number of objects."""
+        return self.table.nbytes + sum(segment.nbytes for segment in self.segments())
+
+    # -- writing -----------------------------------------------------------------------------------------------------------------
+
+    def reserve(self, ids: Sequence[bytes], lengths: Sequence[int], writable: bool) -> Plan:
+        """Slots for new objects, evicting older ones; of equal ids the first counts. See ``proceed``."""
+        first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))
+        places = dict(zip(ids, self._find(ids), strict=True))
+        self.slots.tick += 1
+        todo = [(i, id, length) for i, (id, length) in enumerate(zip(ids, lengths, strict=True)) if first[id] == i]
+        plan = Plan(self.slots.tick, todo[::-1])
+        self.slots.use([at for at in places.values() if at >= 0])  # before anything is evicted
+        plan.visible = {id for id, at in places.items() if at >= 0}
+        if not writable:
+            plan.refused = sum(id not in plan.visible and id not in self.reserved for _, id, _ in todo)
+            plan.order = [id for _, id, _ in todo if id in plan.visible]
+            plan.todo.clear()
+        self.proceed(plan)
+        return plan
+
+    def proceed(self, plan: Plan) -> None:
+        """Place what has no slot yet, until a segment must be made; whoever made it calls ``grown``, then this again."""
+        while plan.todo and plan.wanted is None:
+            number, id, length = plan.todo.pop()
+            if id in plan.visible:
+                plan.order.append(id)
+            elif id not in self.reserved:
+                at = self._allocate(length, plan)
+                if at is None:
+                    plan.refused += 1
+                elif isinstance(at, Geometry):
+                    plan.todo.append((number, id, length))
+                    plan.wanted = at
+                else:
+                    self._place(plan, Placed(number, id, length, *at, self.slots.tick + 1))
+
+    def grown(self, plan: Plan, made: Segment | None, error: Exception | None) -> None:
+        """The segment that the plan wanted, or why there is none: then nothing more is placed."""
+        plan.wanted, plan.error = None, error
+        if made is not None:
+            self.slots.add(made)
+
+    def record(self, placed: Placed, checksum: int) -> bool:
+        """Its bytes are on the disk: write its record, in memory. False where it was dropped meanwhile."""
+        segment, slot = placed.segment, placed.slot
+        if segment.state[slot] != RESERVED:
+            return False
+        segment.write_record(slot, pack_record(placed.id, placed.length, checksum, placed.sequence, segment.file.uid, slot))
+        return True
+
+    def seal(self, plan: Plan, done: Sequence[Placed]) -> None:
+        """Make visible those whose records are on the disk and that were not dropped meanwhile; give the others up."""
+        good = [placed for placed in done if placed.segment.state[placed.slot] == RESERVED]
+        for placed in good:
+            del self.reserved[placed.id]
+            placed.segment.state[placed.slot] = SEALED
+            placed.segment.sealed += 1
+            placed.segment.busy -= 1
+            plan.visible.add(placed.id)
+        if good:
+            places = np.array([place(placed.segment, placed.slot) for placed in good], np.int64)
+            self.table.insert(hashes([placed.id for placed in good]), places)
+        sealed = {placed.id for placed in good}
+        self._give_up([placed for placed in plan.placed if placed.id not in sealed])
+        found = zip(plan.order, self._find(plan.order), strict=True)
+        self.slots.use([at for id, at in found if at >= 0 and id in plan.visible])
+        self.counters.puts += len(good)
+        self.counters.put_refused += plan.refused + len(plan.placed) - len(good)
+
+    def abandon(self, plan: Plan) -> None:
+        """Nobody waits for this put any more, and nobody writes for it."""
+        self._give_up(plan.placed)
+
+    # -- reading -----------------------------------------------------------------------------------------------------------------
+
+    def take(self, ids: Sequence[bytes]) -> list[Found | None]:
+        """Pin what is visible. Counts as use."""
+        found: list[Found | None] = []
+        places = self._find(ids)
+        for id, at in zip(ids, places, strict=True):
+            if at < 0:
+                found.append(None)
+                continue
+            segment, slot = self.slots.at(at)
+            self.slots.pin(segment, slot)
+            row = segment.records[slot]
+            found.append(Found(id, segment, slot, int(row["length"]), int(row["checksum"]), int(row["sequence"])))
+        self.slots.use([at for at in places if at >= 0])
+        self.counters.gets += len(ids)
+        self.counters.get_misses += found.count(None)
+        return found
+
+    def release(self, found: Sequence[Found | None]) -> None:
+        for item in found:
+            if item is not None:
+                self.slots.unpin(item.segment, item.slot)
+
+    def bad(self, found: Found) -> None:
+        """Its bytes do not fit its checksum; it is pinned still."""
+        if found.segment.state[found.slot] == SEALED and int(found.segment.records["sequence"][found.slot]) == found.sequence:
+            self._remove(found.segment, found.slot)
+
+    # -- removing ----------------------------------------------------------------------------------------------------------------
+
+    def drop(self, ids: Sequence[bytes]) -> int:
+        """Remove objects, revoke reservations of them. Returns the bitset of those that were visible."""
+        places = dict(zip(ids, self._find(ids), strict=True))
+        existed = []
+        for id in ids:
+            at = places.pop(id, -1)  # of equal ids the first counts
+            existed.append(at >= 0)
+            if at >= 0:
+                self._remove(*self.slots.at(at))
+            self._revoke(id)
+        return bits.pack(existed)
+
+    def clear(self, prefix: bytes) -> int:
+        """Remove what begins with ``prefix`` and revoke the reservations of it. Returns how many objects were visible."""
+        found = list(self.slots.visible(prefix))
+        for segment, slot in found:
+            self._remove(segment, slot)
+        for id in [id for id in self.reserved if id.startswith(prefix)]:
+            self._revoke(id)
+        return len(found)
+
+    def shrink(self) -> None:
+        """Give up the coldest segments until the files fit under the cap."""
+        for segment in sorted(self.segments(), key=mean_use):
+            if self.files.room >= 0:
+                return
+            self._dissolve(segment)
+
+    def check(self) -> None:
+        """Everything agrees with everything. Raises Inconsistent."""
+        self.slots.check()
+        states: Counter[int] = Counter()
+        lengths = 0
+        for segment in self.segments():
+            states.update(segment.state.tolist())
+            lengths += int(segment.records["length"][segment.state == SEALED].sum())
+        require(sorted(self._find(self.ids())) == sorted(place(*at) for at in self.slots.visible()), "the table misses visible objects")
+        require(len(self.table) == states[SEALED], "the table has another number of objects")
+        require(all(p.segment.state[p.slot] == RESERVED for p in self.reserved.values()), "a reservation has no slot")
+        require(states[RESERVED] == len(self.reserved), "a slot is reserved by nobody")
+        dead = self.slots.dead
+        idle = not self.reserved and states[DEAD] == len(dead)  # else a put is under way, whose lengths only it knows
+        require(not idle or self.slots.used_bytes == lengths + sum(dead.values()), "used bytes are wrong")
+        require(self.files.used <= self.files.config.size_bytes, "the cap is exceeded")
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Name what the segments hold; of two objects of one id the later written stays."""
+        parts = [(segment, np.flatnonzero(segment.state == SEALED)) for segment in self.segments()]
+        if not parts:
+            return
+        found = np.concatenate([hashes_of(segment.records["id"][slots]) for segment, slots in parts])
+        places = np.concatenate([place(segment, 0) + slots for segment, slots in parts])
+        order = np.lexsort((np.concatenate([segment.records["sequence"][slots] for segment, slots in parts]), found))
+        found, places = found[order], places[order]
+        older = np.zeros(len(found), bool)
+        older[:-1] = found[:-1] == found[1:]
+        self.table.insert(found, places)
+        for hash, at in zip(found[older].tolist(), places[older].tolist(), strict=True):
+            self.table.remove(hash, at)
+            self.slots.hide(*self.slots.at(at))
+
+    def _find(self, ids: Sequence[bytes]) -> list[int]:
+        """The place of each, -1 where it is not visible."""
+        if not ids:
+            return []
+        found: list[int] = self.table.find(hashes(ids)).tolist()
+        out = []
+        for id, at in zip(ids, found, strict=True):
+            segment, slot = self.slots.at(at) if at >= 0 else (None, 0)
+            out.append(at if segment is not None and segment.id(slot) == id else -1)
+        return out
+
+    def _place(self, plan: Plan, placed: Placed) -> None:
+        self.slots.tick = placed.sequence
+        self.slots.used_bytes += placed.length
+        placed.segment.state[placed.slot] = RESERVED
+        placed.segment.busy += 1
+        self.reserved[placed.id] = placed
+        plan.placed.append(placed)
+        plan.order.append(placed.id)
+
+    def _allocate(self, length: int, plan: Plan) -> tuple[Segment, int] | Geometry | None:
+        """A free slot, making room where there is none; or the segment to make, whose room is taken; None where there is none to be had."""
+        size, most = slot_size(length), self.files.config.segment
+        while plan.error is None and length <= most:
+            at = self.slots.take_free(size)
+            if at is not None:
+                return at
+            shape = geometry(size, most, self.files.room)
+            if shape is not None:
+                self.files.claim(shape)
+                return shape
+            if not self._make_room(size, plan):
+                return None
+        return None
+
+    def _make_room(self, size: int, plan: Plan) -> bool:
+        """Evict the oldest object of the class, or a segment of another class that is colder. Nothing that this call used."""
+        if size in plan.starved:
+            return False
+        own = self.slots.oldest(size, plan.start)
+        coldest = self.slots.coldest(size, plan.start) if own is None or size not in plan.compared else None
+        plan.compared.add(size)
+        if coldest is not None and (own is None or mean_use(coldest) < own[0]):
+            self.counters.evictions += coldest.sealed
+            self._dissolve(coldest)
+            return True
+        if own is None:
+            plan.starved.add(size)
+            return False
+        self.counters.evictions += 1
+        self._remove(*self.slots.at(own[1]))
+        return True
+
+    def _dissolve(self, segment: Segment) -> None:
+        """A segment that nobody uses goes, and its file with it."""
+        for slot in np.flatnonzero(segment.state == SEALED).tolist():
+            self._remove(segment, slot)
+        self.slots.remove(segment)
+        self.files.give_up(segment)
+
+    def _remove(self, segment: Segment, slot: int) -> None:
+        self.table.remove(int(hashes([segment.id(slot)])[0]), place(segment, slot))
+        self.slots.hide(segment, slot)
+
+    def _revoke(self, id: bytes) -> None:
+        """A writer's reservation: its slot is free when the writer ends."""
+        placed = self.reserved.pop(id, None)
+        if placed is not None:
+            placed.segment.state[placed.slot] = DEAD
+            if placed.segment.records["magic"][placed.slot]:
+                placed.segment.write_record(placed.slot, b"")
+
+    def _give_up(self, plan: Sequence[Placed]) -> None:
+        for placed in plan:
+            if self.reserved.get(placed.id) is placed:
+                self._revoke(placed.id)
+            placed.segment.busy -= 1
+            self.slots.free(placed.segment, placed.slot, placed.length)

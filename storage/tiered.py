@@ -1,0 +1,278 @@
+"""One store in front of another: a fast and small one, and a slow and large one that is written behind.
+
+The front is where objects arrive; what it has no room for goes to the back at once. What is read from the back is promoted into the front.
+A drop or clear is fenced in both, and against what is on its way between them: first the front forgets, so that nothing new sets out, then
+what is under way is waited for and undone, then the back forgets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+
+from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
+from hicache_ray.storage import bits
+from hicache_ray.storage.behind import WriteBehind
+from hicache_ray.storage.copying import as_array
+from hicache_ray.storage.ids import require_ids
+from hicache_ray.store import Answer, Bytes, Lent, Store, StoreStats
+
+
+class TieredStore:
+    """A :class:`~hicache_ray.store.Store` over two; it closes both, and ``behind``, which must lie between them."""
+
+    def __init__(self, front: Store, back: Store, behind: WriteBehind) -> None:
+        self.front, self.back, self.behind = front, back, behind
+        self._promotions = _Promotions()
+        self._lock = threading.Lock()
+        self._gets = self._misses = self._refused = 0
+        self._closed = False
+
+    def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        left = self._begin(timeout_s)
+        front = self.front.lookup(keys, tags, left())
+        if all(answer.hit.bit_count() == len(keys) for answer in front.values()):
+            return front
+        back = self.back.lookup(keys, tags, left())
+        return {tag: _either(front[tag], back[tag]) for tag in tags}
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        left = self._begin(timeout_s)
+        lengths = [as_array(source).nbytes for _, source in zip(ids, sources, strict=True)]
+        visible = self.front.put(ids, sources, left())
+        there = list(bits.each(visible))
+        self.behind.add([ids[i] for i in there], [lengths[i] for i in there])
+        taken = {ids[i] for i in there}
+        rest = [i for i, id in enumerate(ids) if id not in taken]
+        if rest:
+            visible |= _spread(self.back.put([ids[i] for i in rest], [sources[i] for i in rest], left()), rest)
+            with self._lock:
+                self._refused += len({ids[i] for i in rest if not visible >> i & 1})
+        return visible
+
+    def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
+        left = self._begin(timeout_s)
+        hit = self.front.get(ids, targets, left())
+        rest = [i for i in range(len(ids)) if not hit >> i & 1]
+        if rest:
+            with self._promotions.under_way([ids[i] for i in rest], self._forget) as promoted:
+                hit |= (found := _spread(self.back.get([ids[i] for i in rest], [targets[i] for i in rest], left()), rest))
+                self._promote([i for i in bits.each(found) if ids[i] in promoted], ids, targets, left)
+        with self._lock:
+            self._gets += len(ids)
+            self._misses += len(ids) - hit.bit_count()
+        return hit
+
+    def lease(self, ids: Sequence[bytes], timeout_s: float) -> Lent:
+        left = self._begin(timeout_s)
+        require_ids(ids)
+        front = self.front.lease(ids, left())
+        rest = [i for i, view in enumerate(front.views) if view is None]
+        if not rest:
+            return front
+        try:
+            back = self.back.lease([ids[i] for i in rest], left())
+        except BaseException:
+            front.release()
+            raise
+        return TieredLent(front, back, rest)
+
+    def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        left = self._begin(timeout_s)
+        wanted = set(ids)
+        with self._promotions.fenced(wanted.__contains__, left):
+            existed = self.front.drop(ids, left())
+            self._require(self.behind.drop(ids, left()))
+            return existed | self.back.drop(ids, left())
+
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        left = self._begin(timeout_s)
+        with self._promotions.fenced(lambda id: id.startswith(prefix), left):
+            found = {*self.front.scan(prefix, left()), *self.back.scan(prefix, left())}
+            self.front.clear(left(), prefix)
+            self._require(self.behind.clear(left(), prefix))
+            self.back.clear(left(), prefix)
+            return len(found)
+
+    def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
+        left = self._begin(timeout_s)
+        return iter({*self.front.scan(prefix, left()), *self.back.scan(prefix, left())})
+
+    def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
+        left = self._begin(timeout_s)
+        self.front.describe(digest, record, left())
+        self.back.describe(digest, record, left())
+
+    def described(self, timeout_s: float) -> Mapping[bytes, Mapping[str, str]]:
+        left = self._begin(timeout_s)
+        return {**self.back.described(left()), **self.front.described(left())}
+
+    def stats(self, timeout_s: float) -> StoreStats:
+        """Of the two as one. What the front holds is a copy of what the back holds or will hold, so of both numbers the larger counts."""
+        left = self._begin(timeout_s)
+        front, back = self.front.stats(left()), self.back.stats(left())
+        with self._lock:
+            return StoreStats(
+                **{name: max(getattr(front, name), getattr(back, name)) for name in _LARGER},
+                gets=self._gets, get_misses=self._misses, put_refused=self._refused,
+                checksum_failures=front.checksum_failures + back.checksum_failures, writes_off=back.writes_off or front.writes_off,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Writes what is queued, then closes both. Idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self.behind.close()
+            self.front.close()
+            self.back.close()
+
+    def damage(self, id: bytes) -> bool:
+        """For tests: flip one stored bit in each tier that has the object."""
+        damaged = [store.damage(id) for store in (self.front, self.back)]  # type: ignore[attr-defined]
+        return any(damaged)
+
+    def check(self) -> None:
+        """Raises Inconsistent."""
+        self.behind.check()
+        for store in (self.front, self.back):
+            if hasattr(store, "check"):
+                store.check()
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, timeout_s: float) -> Callable[[], float]:
+        """Seconds left of a call. Raises StoreClosed, StoreTimeout."""
+        if self._closed:
+            raise StoreClosed("this handle of the store is closed")
+        until = time.monotonic() + timeout_s
+
+        def left() -> float:
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                raise StoreTimeout("the tiers did not answer within the deadline")
+            return seconds
+
+        return left
+
+    def _promote(self, which: Sequence[int], ids: Sequence[bytes], sources: Sequence[Bytes], left: Callable[[], float]) -> None:
+        """The caller has what it asked for already: what goes wrong here is no fault of its call."""
+        if which:
+            try:
+                self.front.put([ids[i] for i in which], [sources[i] for i in which], left())
+            except StoreError:
+                return
+
+    def _forget(self, ids: Sequence[bytes]) -> None:
+        """A promotion that a drop has overtaken."""
+        self.front.drop(ids, _FORGET_S)
+
+    def _require(self, done: bool) -> None:
+        if not done:
+            raise StoreTimeout("a write to the back did not end within the deadline")
+
+
+class TieredLent:
+    """Views of both tiers. ``rest``: which of the call the back was asked for."""
+
+    def __init__(self, front: Lent, back: Lent, rest: Sequence[int]) -> None:
+        self._front, self._back, self._rest = front, back, rest
+        views = list(front.views)
+        for i, view in zip(rest, back.views, strict=True):
+            views[i] = view
+        self.views: Sequence[Bytes | None] = views
+
+    def valid(self) -> int:
+        return self._front.valid() | _spread(self._back.valid(), self._rest)
+
+    def release(self) -> None:
+        self._front.release()
+        self._back.release()
+
+    def __enter__(self) -> TieredLent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class _Promotions:
+    """Ids on their way from the back to the front, and the drops that must not be overtaken by them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._moving: dict[object, set[bytes]] = {}
+        self._revoked: dict[object, set[bytes]] = {}
+        self._fences: dict[object, Callable[[bytes], bool]] = {}
+
+    @contextmanager
+    def under_way(self, ids: Sequence[bytes], forget: Callable[[Sequence[bytes]], None]) -> Iterator[set[bytes]]:
+        """Gives those of ``ids`` that may be promoted; ``forget`` is called with those that were dropped meanwhile."""
+        token = object()
+        with self._changed:
+            self._moving[token] = {id for id in ids if not any(fence(id) for fence in self._fences.values())}
+            self._revoked[token] = set()
+        try:
+            yield self._moving[token]
+        finally:
+            self._end(token, forget)
+
+    def _end(self, token: object, forget: Callable[[Sequence[bytes]], None]) -> None:
+        """Undo what was revoked, until nothing more was: a fence that finds the token moving waits for it to end."""
+        done: set[bytes] = set()
+        try:
+            while undo := self._left_to_undo(token, done):
+                forget(sorted(undo))
+                done |= undo
+        except BaseException:
+            self._left_to_undo(token, None)
+            raise
+
+    def _left_to_undo(self, token: object, done: set[bytes] | None) -> set[bytes]:
+        """When nothing is (or nobody will undo it) the token is gone with the same breath, so that no fence comes in between."""
+        with self._changed:
+            undo = set() if done is None else self._revoked[token] - done
+            if not undo:
+                del self._moving[token], self._revoked[token]
+                self._changed.notify_all()
+            return undo
+
+    @contextmanager
+    def fenced(self, hit: Callable[[bytes], bool], left: Callable[[], float]) -> Iterator[None]:
+        """Nothing that ``hit`` names is promoted meanwhile, and at the end nothing of it is under way. Raises StoreTimeout."""
+        fence = object()
+        with self._changed:
+            self._fences[fence] = hit
+            waited = []
+            for token, ids in self._moving.items():
+                if mine := {id for id in ids if hit(id)}:
+                    self._revoked[token] |= mine
+                    waited.append(token)
+        try:
+            yield
+            with self._changed:
+                if not self._changed.wait_for(lambda: not any(token in self._moving for token in waited), left()):
+                    raise StoreTimeout("a read that promotes what is dropped did not end within the deadline")
+        finally:
+            with self._changed:
+                del self._fences[fence]
+
+
+_FORGET_S = 10.0
+_LARGER = ("capacity_bytes", "used_bytes", "objects", "puts", "evictions", "leases")
+
+
+def _spread(found: int, which: Sequence[int]) -> int:
+    """Bit ``n`` of ``found`` speaks of item ``which[n]``."""
+    return sum(1 << which[n] for n in bits.each(found))
+
+
+def _either(front: Answer, back: Answer) -> Answer:
+    """A hit anywhere is a hit."""
+    hit = front.hit | back.hit
+    pending = (front.pending | back.pending) & ~hit
+    return replace(front, hit=hit, pending=pending, retry=(front.retry | back.retry) & ~hit & ~pending)

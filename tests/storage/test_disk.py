@@ -1,0 +1,484 @@
+"""The disk store beyond what every store does: starts, caps, files, leases in memory, refusals."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicache_ray.errors import ConfigError, StoreError, StoreTimeout
+from hicache_ray.storage import DiskConfig, DiskStore
+from hicache_ray.storage.disk_format import Geometry, geometry, slot_size
+from hicache_ray.storage.disk_io import DiskOs
+from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES, TAG_BYTES
+from tests.storage.conftest import FakeClock
+from tests.storage.disks import BLOCK, CountingOs, get, put, size_of, small, sound, visible
+from tests.storage.objects import TIMEOUT_S, name, page
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_start_finds_what_a_close_left(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    assert put(store, list(range(12))) == set(range(12))
+    store.drop([name(3)], TIMEOUT_S)
+    store.describe(b"tag", {"model": "a"}, TIMEOUT_S)
+    store.close()
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.seg")}
+    store = DiskStore(small(tmp_path))
+    assert visible(store) == [n for n in range(12) if n != 3]
+    assert store.described(TIMEOUT_S) == {b"tag": {"model": "a"}}
+    sound(store)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.seg")} == before
+    store.close()
+
+
+def test_footers_are_used_and_are_taken_back_before_the_first_write(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    store = DiskStore(config)
+    put(store, list(range(0, 9, 3)))
+    store.close()
+    (path,) = tmp_path.glob("*.seg")
+    shape = Geometry(BLOCK, 8)
+    with open(path, "r+b") as file:  # without its records a segment shows what its footer says
+        records = file.read(shape.data)[2 * BLOCK :]
+        file.seek(2 * BLOCK)
+        file.write(bytes(len(records)))
+    store = DiskStore(config)
+    assert visible(store) == [0, 3, 6]
+    assert get(store, [0, 3, 6]) == {0, 3, 6}
+    put(store, [9])
+    crashed = tmp_path.parent / "crashed"
+    crashed.mkdir()
+    for found in tmp_path.iterdir():
+        (crashed / found.name).write_bytes(found.read_bytes())
+    store.close()
+    store = DiskStore(small(crashed))
+    assert visible(store) == [0, 3, 6, 9]  # the block of records was written whole again, the footer is of no more use
+    assert not any(segment.has_footer for segment in store._index.segments())
+    sound(store)
+    store.close()
+
+
+@pytest.mark.parametrize("where", ["pointer", "footer"])
+def test_a_damaged_footer_is_not_believed(tmp_path: Path, where: str) -> None:
+    store = DiskStore(small(tmp_path))
+    put(store, [0, 3, 6])
+    store.close()
+    (path,) = tmp_path.glob("*.seg")
+    data = bytearray(path.read_bytes())
+    data[BLOCK + 20 if where == "pointer" else Geometry(BLOCK, 8).footer + 300] ^= 1
+    path.write_bytes(data)
+    store = DiskStore(small(tmp_path))
+    assert visible(store) == [0, 3, 6]
+    sound(store)
+    store.close()
+
+
+def test_uses_outlive_a_close(tmp_path: Path) -> None:
+    """What was read last before the close is evicted last after it."""
+    config = DiskConfig(str(tmp_path), Geometry(BLOCK, 8).disk_bytes + BLOCK, segment_bytes=8 * BLOCK)
+    store = DiskStore(config)
+    put(store, [3 * n for n in range(8)])  # 21 is the oldest of them
+    get(store, [21])
+    store.close()
+    store = DiskStore(config)
+    put(store, [30])
+    assert visible(store) == [0, 3, 6, 9, 12, 15, 21, 30]
+    store.close()
+
+
+def test_a_torn_record_and_a_foreign_record_are_no_objects(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path, direct="off"))
+    put(store, [0, 3, 6, 9])
+    (path,) = tmp_path.glob("*.seg")
+    data = bytearray(path.read_bytes())  # as it is before the close: without a footer
+    store.close()
+    at = 2 * BLOCK
+    data[at + 128 + 40] ^= 1  # slot 1: a bit of the record
+    data[at + 5 * 128 : at + 6 * 128] = data[at : at + 128]  # slot 5: the record of slot 0
+    path.write_bytes(data)
+    store = DiskStore(small(tmp_path))
+    assert visible(store) == [0, 6, 9]
+    sound(store)
+    store.close()
+
+
+def test_a_cut_file_keeps_what_is_before_the_cut(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    put(store, [0, 3, 6, 9])
+    store.close()
+    (path,) = tmp_path.glob("*.seg")
+    os.truncate(path, Geometry(BLOCK, 8).at(2))
+    store = DiskStore(small(tmp_path))
+    assert visible(store) == [0, 3]
+    assert path.stat().st_size == Geometry(BLOCK, 8).file_bytes
+    sound(store)
+    put(store, [6, 9])
+    sound(store)
+    store.close()
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_a_miss(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    put(store, [0, 3, 6, 9])
+    (path,) = tmp_path.glob("*.seg")
+    os.truncate(path, Geometry(BLOCK, 8).at(2))
+    assert get(store, [0, 3, 6, 9]) == {0, 3}
+    assert store.stats(TIMEOUT_S).checksum_failures == 2
+    assert visible(store) == [0, 3]
+    store.close()
+
+
+def test_a_smaller_cap_cuts_before_it_serves(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path, size_bytes=8 * 15 * BLOCK))
+    for n in range(40):
+        put(store, [3 * n])
+    assert store.disk_bytes() > 3 * 15 * BLOCK
+    store.close()
+    store = DiskStore(small(tmp_path, size_bytes=3 * 15 * BLOCK))
+    assert store.disk_bytes() <= 3 * 15 * BLOCK
+    assert visible(store) == [3 * n for n in range(24, 40)]  # the last two segments
+    sound(store)
+    store.close()
+
+
+def test_segments_of_another_size_are_served_and_count(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    put(store, [0, 1, 2])
+    store.close()
+    store = DiskStore(small(tmp_path, segment_bytes=4 * BLOCK))
+    assert visible(store) == [0, 1, 2]
+    for n in range(3, 60):
+        put(store, [n])
+        assert store.disk_bytes() <= 6 * 15 * BLOCK
+    sound(store)
+    store.close()
+
+
+def test_other_files_count_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes(bytes(3 * 15 * BLOCK))
+    store = DiskStore(small(tmp_path))
+    for n in range(60):
+        put(store, [n])
+        assert store.disk_bytes() <= 6 * 15 * BLOCK
+    sound(store)
+    store.close()
+    assert (tmp_path / "notes.txt").stat().st_size == 3 * 15 * BLOCK
+    with pytest.raises(ConfigError, match="leaves no room for a segment of .* beside the .* bytes of other files"):
+        DiskStore(small(tmp_path, size_bytes=4 * 15 * BLOCK, segment_bytes=16 * BLOCK))
+
+
+def test_room_moves_between_sizes(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    for n in range(0, 150, 3):
+        put(store, [n])
+    for n in range(2, 60, 3):
+        assert put(store, [n]) == {n}
+    sound(store)
+    assert {n % 3 for n in visible(store)} == {0, 2} or {n % 3 for n in visible(store)} == {2}
+    store.close()
+
+
+def test_export_is_an_arrow_file(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    put(store, list(range(6)))
+    store.drop([name(2)], TIMEOUT_S)
+    out = tmp_path / "out.arrow"
+    assert store.export(out) == 5
+    table = pa.ipc.open_file(pa.memory_map(str(out))).read_all()
+    assert table.column_names == [
+        "space", "group", "digest", "tag", "length", "checksum", "sequence", "used", "segment", "slot", "offset"
+    ]  # fmt: skip
+    rows = sorted(table.to_pylist(), key=lambda row: row["digest"])
+    assert [row["space"] + row["group"] + row["digest"] + row["tag"] for row in rows] == [name(n) for n in (0, 1, 3, 4, 5)]
+    assert [len(rows[0][part]) for part in ("space", "group", "digest", "tag")] == [SPACE_BYTES, GROUP_BYTES, DIGEST_BYTES, TAG_BYTES]
+    assert [row["length"] for row in rows] == [size_of(n) for n in (0, 1, 3, 4, 5)]
+    for row, number in zip(rows, (0, 1, 3, 4, 5), strict=True):  # who reads the files with it finds the objects
+        with open(tmp_path / f"hicache-{row['segment']:08d}.seg", "rb") as file:
+            file.seek(row["offset"])
+            assert file.read(row["length"]) == page(number, size_of(number)).tobytes()
+    with pytest.raises(StoreError, match="cannot export to"):
+        store.export(tmp_path / "missing" / "out.arrow")
+    store.close()
+
+
+@pytest.mark.parametrize("direct", ["off", "auto"])
+@pytest.mark.parametrize("fsync", ["never", "batch", "always"])
+def test_every_policy_stores(tmp_path: Path, direct: str, fsync: str) -> None:
+    port = CountingOs()
+    store = DiskStore(small(tmp_path, direct=direct, fsync=fsync), os_port=port)
+    put(store, [0])
+    before = port.calls["fdatasync"]
+    put(store, [3, 6])
+    assert port.calls["fdatasync"] - before == {"never": 0, "batch": 1, "always": 2}[fsync]
+    assert store.direct == (direct == "auto" and os.path.exists(tmp_path))
+    sound(store)
+    store.close()
+
+
+def test_objects_longer_than_staging_and_neighbours_in_one_call(tmp_path: Path) -> None:
+    port = CountingOs()
+    config = DiskConfig(str(tmp_path), 8 << 20, segment_bytes=1 << 20, staging_bytes=64 << 10, io_threads=2)
+    store = DiskStore(config, os_port=port)
+    sizes = {1: 1_000_003, 2: 64 << 10, 3: (64 << 10) + 1, 4: 1 << 20}
+    for number, size in sizes.items():
+        assert store.put([name(number)], [page(number, size)], TIMEOUT_S) == 1
+    for number, size in sizes.items():
+        target = np.zeros(size, np.uint8)
+        assert store.get([name(number)], [target], TIMEOUT_S) == 1
+        assert (target == page(number, size)).all()
+    small_ones = list(range(10, 26))
+    before = port.calls["pwrite"]
+    store.put([name(n) for n in small_ones], [page(n, BLOCK) for n in small_ones], TIMEOUT_S)
+    assert port.calls["pwrite"] - before == 3  # superblock of their segment, objects, records
+    before = port.calls["pread"]
+    targets = [np.zeros(BLOCK, np.uint8) for _ in small_ones]
+    assert store.get([name(n) for n in small_ones], targets, TIMEOUT_S) == 0xFFFF
+    assert port.calls["pread"] - before == 1
+    store.damage(name(1))
+    assert store.get([name(1)], [np.zeros(sizes[1], np.uint8)], TIMEOUT_S) == 0
+    store.check()
+    store.close()
+
+
+@pytest.mark.parametrize("length", [64 << 10, (64 << 10) + 1, 100_000, 1 << 20, 1_300_001, 5_000_000])
+def test_little_is_wasted(length: int) -> None:
+    slot = slot_size(length)
+    assert slot % BLOCK == 0
+    assert length <= slot
+    assert (slot - length) / slot < 0.06
+    shape = geometry(slot, 64 << 20, 1 << 40)
+    assert shape is not None
+    assert (shape.disk_bytes - shape.slots * slot) / shape.disk_bytes < 0.01
+
+
+def test_index_memory_per_object(tmp_path: Path) -> None:
+    count = 4000
+    store = DiskStore(DiskConfig(str(tmp_path), 32 << 20, segment_bytes=1 << 20, fsync="never"))
+    data = np.zeros(16, np.uint8)
+    for first in range(0, count, 500):
+        store.put([name(n) for n in range(first, first + 500)], [data] * 500, TIMEOUT_S)
+    assert store.stats(TIMEOUT_S).objects == count
+    assert store.index_bytes / count < 250
+    store.close()
+    store = DiskStore(DiskConfig(str(tmp_path), 32 << 20, segment_bytes=1 << 20, fsync="never"))
+    assert store.stats(TIMEOUT_S).objects == count
+    assert set(store.scan()) == {name(n) for n in range(count)}
+    assert store.index_bytes / count < 250
+    store.check()
+    store.close()
+
+
+def test_a_lease_runs_out_and_memory_of_leases_is_bounded(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = DiskStore(small(tmp_path, lease_bytes=3 * BLOCK), clock)
+    put(store, [0, 1, 3])
+    first = store.lease([name(0), name(1), name(3)], TIMEOUT_S)
+    assert [view is not None for view in first.views] == [True, True, False]
+    assert first.valid() == 0b11
+    assert store.lease([name(0)], TIMEOUT_S).views == [None]
+    clock.advance(9.9)
+    assert first.valid() == 0b11
+    clock.advance(0.2)
+    assert first.valid() == 0
+    assert store.stats(TIMEOUT_S).leases == 0
+    with store.lease([name(0)], TIMEOUT_S) as second:
+        assert second.valid() == 1
+        assert store.damage(name(0))
+        assert second.views[0] is not None
+        assert bytes(second.views[0]) == page(0, size_of(0)).tobytes()
+    assert store.lease([name(0)], TIMEOUT_S).valid() == 0  # damaged
+    store.check()
+    store.close()
+
+
+def test_nothing_is_left_by_a_close_nor_by_a_refused_start(tmp_path: Path) -> None:
+    before = descriptors()
+    store = DiskStore(small(tmp_path))
+    put(store, list(range(30)))
+    with pytest.raises(ConfigError, match="belongs to a store that is running; stop it or choose another"):
+        DiskStore(small(tmp_path))
+    store.close()
+    store.close()
+    assert descriptors() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache")]
+
+
+def test_another_process_cannot_open_it(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path))
+    code = "import sys; from hicache_ray.storage import *; DiskStore(DiskConfig(sys.argv[1], 1 << 20))"
+    refused = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "belongs to a store that is running" in refused.stderr
+    store.close()
+
+
+class Refusing(DiskOs):
+    def __init__(self, code: int, direct_only: bool) -> None:
+        self.code, self.direct_only = code, direct_only
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        if not self.direct_only or flags & os.O_DIRECT:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().open(path, flags, mode)
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (errno.ENOSPC, "is full; free space"), (errno.EROFS, "read-only file system; mount it writable"),
+        (errno.EACCES, "may not be written by this user; change its owner"), (errno.EIO, "cannot be used .*check the disk"),
+    ],
+)  # fmt: skip
+def test_a_directory_that_refuses(tmp_path: Path, code: int, sentence: str) -> None:
+    before = descriptors()
+    with pytest.raises(ConfigError, match=sentence):
+        DiskStore(small(tmp_path), os_port=Refusing(code, False))
+    assert descriptors() == before
+
+
+def test_without_direct_io_there_is_the_cache_or_a_refusal(tmp_path: Path) -> None:
+    store = DiskStore(small(tmp_path), os_port=Refusing(errno.EINVAL, True))
+    assert not store.direct
+    put(store, [1])
+    sound(store)
+    store.close()
+    with pytest.raises(ConfigError, match="has no direct I/O; set storage.disk.direct to auto or off"):
+        DiskStore(small(tmp_path, direct="on"), os_port=Refusing(errno.EINVAL, True))
+
+
+def test_bad_settings_say_what_to_change(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; create it"):
+        DiskStore(small(tmp_path / "missing"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        DiskStore(small(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="make storage.disk.size_bytes smaller"):
+        DiskStore(small(tmp_path, size_bytes=1 << 60))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"direct": "maybe"}, "auto, on, off"), ({"fsync": "often"}, "never, batch, always"), ({"io_threads": 0}, "must be positive"),
+        ({"segment_bytes": 5000}, "multiple of 4096"), ({"staging_bytes": 5000}, "multiple of 4096"),
+    ]  # fmt: skip
+    for settings, sentence in wrong:
+        with pytest.raises(ConfigError, match=sentence):
+            small(tmp_path, **settings)
+
+
+def test_a_full_disk_turns_writes_off_and_they_come_back(tmp_path: Path) -> None:
+    clock, full = FakeClock(), threading.Event()
+
+    def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        if full.is_set() and call in ("pwrite", "fallocate"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    port = CountingOs(strike)
+    store = DiskStore(small(tmp_path, retry_s=30.0), clock, port)
+    put(store, [0, 3])
+    full.set()
+    assert put(store, [0, 6]) == {0}
+    assert "No space left on device" in store.stats(TIMEOUT_S).writes_off
+    full.clear()
+    writes = port.calls["pwrite"]
+    assert put(store, [0, 9]) == {0}  # not even tried
+    assert port.calls["pwrite"] == writes
+    assert get(store, [0, 3]) == {0, 3}
+    assert store.stats(TIMEOUT_S).put_refused == 2
+    clock.advance(30.0)
+    assert put(store, [6, 9]) == {6, 9}
+    assert store.stats(TIMEOUT_S).writes_off == ""
+    sound(store)
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["pread", "pwrite", "fallocate"])
+def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path: Path, call: str) -> None:
+    hang, free = threading.Event(), threading.Event()
+
+    def strike(number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        if hang.is_set() and name == call:
+            free.wait(30.0)
+
+    store = DiskStore(small(tmp_path, io_threads=2), os_port=CountingOs(strike))
+    put(store, [0, 3])
+    hang.set()
+    number = {"pread": 0, "pwrite": 6, "fallocate": 1}[call]  # 1 is the first of its size
+    target = np.zeros(size_of(number), np.uint8)
+    ask = store.get if call == "pread" else store.put
+    with pytest.raises(StoreTimeout):
+        ask([name(number)], [target], 0.05)
+    assert visible(store) == [0, 3]  # what needs no disk is answered
+    store.check()
+    hang.clear()
+    free.set()
+    assert put(store, [9]) == {9}
+    assert get(store, [0, 3, 6, 9]) == {0, 3, 9}
+    assert not target.any()
+    store.close()
+    store.check()
+    assert store._index.reserved == {}
+    assert store._index.slots.pins == {}
+
+
+def test_a_put_that_a_clear_overtakes_stores_nothing(tmp_path: Path) -> None:
+    """Nor after the next start."""
+    inside, go = threading.Event(), threading.Event()
+    objects = Geometry(BLOCK, 8).data
+
+    def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        if call == "pwrite" and arguments[2] > objects and not inside.is_set():
+            inside.set()
+            assert go.wait(30.0)
+
+    store = DiskStore(small(tmp_path, io_threads=2), os_port=CountingOs(strike))
+    put(store, [0])
+    found: list[set[int]] = []
+    writer = threading.Thread(target=lambda: found.append(put(store, [3])))
+    writer.start()
+    assert inside.wait(30.0)
+    assert store.lookup([name(3)[:KEY_BYTES]], [name(3)[KEY_BYTES:]], TIMEOUT_S)[name(3)[KEY_BYTES:]].pending == 1
+    assert store.clear(TIMEOUT_S) == 1
+    go.set()
+    writer.join()
+    assert found == [set()]
+    assert visible(store) == []
+    store.close()
+    store = DiskStore(small(tmp_path))
+    assert visible(store) == []
+    store.close()
+
+
+def test_threads_at_once(tmp_path: Path) -> None:
+    """Writers, readers and droppers over one small store: what is read is right, and the books balance at the end."""
+    store = DiskStore(small(tmp_path, io_threads=4))
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        try:
+            for _ in range(40):
+                numbers = sorted({int(n) for n in chance.integers(0, 60, 4)})
+                put(store, numbers)
+                get(store, numbers)
+                if seed == 0:
+                    store.drop([name(numbers[0])], TIMEOUT_S)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    sound(store)
+    store.close()

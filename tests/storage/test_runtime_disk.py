@@ -1,0 +1,194 @@
+"""Storage nodes with a disk behind their arena: what is written there survives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ray.errors import ConfigError, StoreTimeout
+from hicache_ray.storage import ArenaClient, DiskConfig, MemoryStore, NodeStore, StorageNode
+from hicache_ray.storage.arena import Arena, ArenaConfig
+from hicache_ray.storage.behind_arena import ArenaBehind
+from hicache_ray.storage.conformance import Gate
+from hicache_ray.storage.local import LocalStore
+from tests.storage.conftest import PAGES, FakeClock
+from tests.storage.nodes import Nodes, in_groups, node_config
+from tests.storage.objects import PAGE, TIMEOUT_S, get, name, present, put
+
+MANY = in_groups(32)
+
+
+@pytest.fixture
+def make(clock: FakeClock, tmp_path: Path, nothing_left: None) -> Iterator[Callable[..., Nodes]]:
+    """Nodes whose arenas hold 16 pages and whose disks hold far more."""
+    made: list[Nodes] = []
+
+    def make_some(count: int, **options: Any) -> Nodes:
+        configs = []
+        for i in range(count):
+            (folder := tmp_path / f"n{i}").mkdir()
+            configs.append(node_config(i, 16, disk=DiskConfig(str(folder), 256 * PAGE, segment_bytes=64 * PAGE, fsync="never"), **options))
+        made.append(Nodes(clock, configs))
+        return made[-1]
+
+    yield make_some
+    for one in made:
+        one.check()
+        one.close()
+
+
+def flush(nodes: Nodes) -> None:
+    for node in nodes.nodes.values():
+        assert node.behind is not None
+        assert node.behind.flush(TIMEOUT_S)
+
+
+def store_all(nodes: Nodes, store: Any) -> None:
+    """Twice what the arena holds; none of it is lost."""
+    for at in range(0, len(MANY), 8):
+        assert put(store, MANY[at : at + 8]) == 0xFF
+        flush(nodes)
+
+
+def test_what_left_the_arena_is_read_from_the_disk_and_is_in_the_arena_then(make: Callable[..., Nodes]) -> None:
+    nodes = make(1)
+    store = nodes.open(0)
+    store_all(nodes, store)
+    stats = nodes[0].stats()
+    assert (stats["arena"]["objects"], stats["disk"]["objects"], stats["behind"]["written"]) == (16, 32, 32)
+    assert stats["arena"]["writes_off"] == ""
+    assert present(store, MANY) == set(MANY)
+    assert get(store, MANY[:8]) == set(MANY[:8])
+    assert nodes[0].stats()["disk"]["gets"] == 8 + stats["disk"]["gets"]
+    assert get(store, MANY[:8]) == set(MANY[:8])
+    assert nodes[0].stats()["disk"]["gets"] == 8 + stats["disk"]["gets"]  # from the arena
+
+
+def test_another_node_reads_what_is_on_the_disk(make: Callable[..., Nodes]) -> None:
+    nodes = make(3)
+    store_all(nodes, nodes.open(0))
+    nodes.announce()  # what left the arena is there as before
+    assert [node.stats()["announcer"]["withdrawn"] for node in nodes.nodes.values()] == [0, 0, 0]
+    assert present(nodes.open(1), MANY) == set(MANY)
+    for at in range(0, len(MANY), 8):
+        assert get(nodes.open(1), MANY[at : at + 8]) == set(MANY[at : at + 8])
+
+
+def test_a_new_incarnation_starts_warm(make: Callable[..., Nodes]) -> None:
+    nodes = make(3)
+    store_all(nodes, nodes.open(0))
+    nodes.restart(0)
+    nodes.settle()
+    nodes.announce()
+    assert nodes[0].stats()["arena"]["objects"] == 0
+    for i in range(3):
+        assert present(nodes.open(i), MANY) == set(MANY)
+        assert get(nodes.open(i), MANY[:8]) == set(MANY[:8])
+
+
+def test_what_waits_is_written_at_the_end(make: Callable[..., Nodes]) -> None:
+    nodes = make(1)
+    put(nodes.open(0), MANY[:16])
+    nodes.restart(0)
+    assert get(nodes.open(0), MANY) == set(MANY[:16])
+
+
+def test_a_clear_reaches_arena_disk_and_home(make: Callable[..., Nodes]) -> None:
+    nodes = make(3)
+    stores = [nodes.open(i) for i in range(3)]
+    store_all(nodes, stores[0])
+    put(stores[1], MANY[:4])  # its own copies; nobody waits for its disk
+    assert stores[2].clear(TIMEOUT_S) == len(MANY) + 4
+    for node in nodes.nodes.values():
+        stats = node.stats()
+        assert (stats["arena"]["objects"], stats["disk"]["objects"], stats["home"]["entries"]) == (0, 0, 0)
+    for store in stores:
+        assert present(store, MANY) == set()
+    nodes.restart(0)
+    nodes.settle()
+    nodes.announce()
+    assert present(nodes.open(1), MANY) == set()
+
+
+def test_a_drop_reaches_the_disk(make: Callable[..., Nodes]) -> None:
+    nodes = make(1)
+    store_all(nodes, nodes.open(0))
+    alone = ArenaClient(nodes[0].address.socket)
+    assert alone.drop([name(n) for n in MANY[:4]], TIMEOUT_S) == 0b1111
+    assert present(alone, MANY) == set(MANY[4:])
+    alone.close()
+
+
+def test_what_finds_no_room_in_the_queue_is_counted(make: Callable[..., Nodes]) -> None:
+    nodes = make(1, write_behind_bytes=PAGE - 1)
+    put(nodes.open(0), MANY[:8])
+    assert nodes[0].stats()["behind"]["dropped"] == 8
+    assert nodes[0].stats()["disk"]["objects"] == 0
+
+
+def test_a_disk_that_cannot_be_used_is_refused_and_nothing_is_left(nothing_left: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        StorageNode(node_config(5, disk=DiskConfig(str(tmp_path / "nowhere"), 256 * PAGE))).start()
+    with pytest.raises(ConfigError, match="write_behind_bytes must be positive"):
+        node_config(5, write_behind_bytes=0)
+
+
+# -- against what is on its way between arena and disk -------------------------------------------------------------------------------
+
+
+class Slow(MemoryStore):
+    """Its next put stops at ``gate``, before it has begun."""
+
+    gate: Gate | None = None
+    hook: Callable[[], object] = staticmethod(lambda: None)  # done at the beginning of a clear
+
+    def put(self, ids: Any, sources: Any, timeout_s: float) -> int:
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.stop()
+        return super().put(ids, sources, timeout_s)
+
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        self.hook()
+        return super().clear(timeout_s, prefix)
+
+
+@pytest.fixture
+def behind(config: ArenaConfig, nothing_left: None) -> Iterator[tuple[LocalStore, Slow]]:
+    back = Slow(10 * PAGES * PAGE)
+    node = NodeStore(Arena(config), back)
+    queue = node.behind = ArenaBehind(node, back, PAGES * PAGE)
+    local = LocalStore(node)
+    yield local, back
+    local.close()
+    queue.close(TIMEOUT_S)
+    queue.check()
+    node.check()
+    node.close()
+
+
+def test_a_clear_waits_for_what_is_being_written(behind: tuple[LocalStore, Slow]) -> None:
+    local, back = behind
+    gate = back.gate = Gate()
+    put(local, [1])
+    assert gate.reached.wait(TIMEOUT_S)
+    with pytest.raises(StoreTimeout, match="being written to the disk"):
+        local.clear(0.05)
+    assert present(local, [1]) == set()
+    gate.open()
+    local.clear(TIMEOUT_S)
+    assert back.stats(TIMEOUT_S).objects == 0
+    assert present(local, [1]) == get(local, [1]) == set()
+
+
+def test_what_is_read_from_the_disk_during_a_clear_does_not_come_back(behind: tuple[LocalStore, Slow]) -> None:
+    local, back = behind
+    put(back, [1, 2])
+    back.hook = lambda: get(local, [1, 2])
+    local.clear(TIMEOUT_S)
+    assert present(local, [1, 2]) == get(local, [1, 2]) == set()
+    put(local, [1])
+    assert get(local, [1]) == {1}
