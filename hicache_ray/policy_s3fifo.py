@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hicache_ray.policy import Bytes, Cost, Entries, Group, Longs, Lru, Usable, Worth
 
 #: Share of the pool that the small queue has when others want room as well.
-SMALL = 0.25
+SMALL = 0.1
 #: Names that the ghost remembers, as a multiple of the pool.
 GHOST = 4
 #: Uses that count at most.
