@@ -59,7 +59,7 @@ class Persist:
                 known = transfer.fresh(self.res, moved, leg)
                 sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
-                self.res.index.set_durable((Tier.HOST, leg.component), entries)
+                self.res.set_durable(leg.component, entries)
         finally:
             self.persisting -= size
             transfer.close(self.res, moved)

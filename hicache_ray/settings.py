@@ -38,6 +38,15 @@ class PrefetchPolicy(str, Enum):
     TIMEOUT = "timeout"
 
 
+class Eviction(str, Enum):
+    """Which pages leave a tier first, among those whose loss costs the same (:class:`hicache_ray.policy.Cost`)."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    S3FIFO = "s3fifo"
+    PRIORITY = "priority"
+
+
 @dataclass(frozen=True)
 class Settings:
     """Lengths in tokens, times in seconds.
@@ -69,6 +78,7 @@ class Settings:
     copy_deadline_s: float = 30.0
     compute_deadline_s: float = 120.0
     room_deadline_s: float = 30.0
+    eviction: Eviction = Eviction.LRU
 
     def check(self, spec: CacheSpec) -> None:
         """Raise :class:`ConfigError` where settings and spec do not go together."""
