@@ -107,7 +107,9 @@ class CoordinatorShell:
     async def generate(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         """Events of a request as plain data: ``{"tokens", "logprobs"}`` as they come, then ``{"report"}``. Raises what ended it."""
         tokens, namespace = np.asarray(prompt.tokens, dtype=np.int32), self._namespace(prompt.tenant)
-        request = Request(prompt.rid, tokens, namespace, prompt.new_tokens, prompt.limit, prompt.digests, prompt.spans)
+        request = Request(
+            prompt.rid, tokens, namespace, prompt.new_tokens, prompt.limit, prompt.digests, prompt.spans, prompt.priority, prompt.ttl_s
+        )
         async for event in self._running().serve(request):
             if isinstance(event, Sampled):
                 yield {"tokens": event.tokens, "logprobs": event.logprobs}
@@ -123,7 +125,7 @@ class CoordinatorShell:
     async def forget_storage(self) -> None:
         """Somebody else has emptied L3: nothing counts as sealed any more."""
         if self.driver is not None:
-            self.driver.cache.res.index.clear_durable()
+            self.driver.cache.res.clear_durable()
 
     async def storage_died(self, arena: str) -> None:
         """The storage of a node has crashed; ``arena``: its name. If it is ours, we and the ranks let go of its memory, so that there is

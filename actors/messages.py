@@ -25,7 +25,8 @@ class GroupSetup:
 @dataclass(frozen=True)
 class Prompt:
     """A request as the replica passes it on. ``tenant``: whose it is, from trusted code; None: the deployment's own namespace.
-    ``spans``: what is embedded in the tokens. ``limit``: most tokens of it that may come from the cache."""
+    ``spans``: what is embedded in the tokens. ``limit``: most tokens of it that may come from the cache. ``priority``, ``ttl_s``: hints for
+    eviction (:class:`hicache_ray.story.Request`)."""
 
     rid: str
     tokens: Sequence[int]
@@ -34,6 +35,8 @@ class Prompt:
     tenant: str | None = None
     spans: tuple[Embedded, ...] = ()
     limit: int | None = None
+    priority: int = 0
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,20 @@ ROUTER_QUEUE = 1024
 #: What separates one cache from another comes from trusted code and configuration only.
 NOT_OF_A_REQUEST = ("salt", "tenant", "namespace")
 
+#: Priorities of requests are between this and its negative.
+MOST_PRIORITY = 1_000_000
+
 #: A token as the core keeps it. Whether the model knows it is for the engine to say.
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Generate(BaseModel):
     """Body of ``POST /generate``. Decoding is greedy. ``stream``: server-sent events, the tokens as they come, then the rest.
-    ``logprob_start``: tokens from this one on are computed, also where they are cached."""
+    ``logprob_start``: tokens from this one on are computed, also where they are cached.
+
+    Hints for eviction: pages of a higher ``priority`` stay longer where cache.eviction is ``priority``; ``ttl_s`` seconds after this use of
+    them pages go first, under every policy, unless another request has said otherwise.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,6 +72,8 @@ class Generate(BaseModel):
     request_id: str | None = Field(None, min_length=1, max_length=128)
     stream: bool = False
     digests: bool = False
+    priority: int = Field(0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
+    ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -133,7 +142,9 @@ class HiCacheDeployment:
             raise DuplicateId(f'a request with the id "{rid}" is under way; choose another request_id')
         self._running.add(rid)
         try:
-            prompt = Prompt(rid, body.input_ids, body.max_new_tokens, body.digests, tenant, tuple(spans), body.logprob_start)
+            prompt = Prompt(
+                rid, body.input_ids, body.max_new_tokens, body.digests, tenant, tuple(spans), body.logprob_start, body.priority, body.ttl_s
+            )
             async with aclosing(self.group.events(prompt)) as events:
                 async for part in self._parts(rid, body, events):
                     yield part

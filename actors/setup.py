@@ -18,7 +18,7 @@ from hicache_ray.config_sources import changed
 from hicache_ray.errors import ConfigError
 from hicache_ray.keys import Namespace
 from hicache_ray.lease import Place
-from hicache_ray.settings import LoadPolicy, PrefetchPolicy, Settings, StateSnapshots, WritePolicy
+from hicache_ray.settings import Eviction, LoadPolicy, PrefetchPolicy, Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig, ShardConfig
 from hicache_ray.storage.disk_config import DiskConfig
@@ -53,6 +53,7 @@ def settings_of(config: Config) -> Settings:
         backup_bytes=config.storage.backup_in_flight,
         state_snapshots=StateSnapshots(c.state_snapshots),
         track_interval=c.track_interval,
+        eviction=Eviction(c.eviction),
         storage=config.storage.backend != "none",
         prefetch_policy=PrefetchPolicy(c.prefetch_policy),
         prefetch_tokens_in_flight=c.prefetch_tokens_in_flight,

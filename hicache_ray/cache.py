@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from hicache_ray.restore import Restore
 from hicache_ray.resume import Match, Path, Plan
 from hicache_ray.settings import Settings
 from hicache_ray.spec import Tier
+from hicache_ray.standing import Hint
 from hicache_ray.story import Dropped, Ended, Event, Job, PageDigests, Phase, Report, Request, Sampled, Story, Wait
 
 #: Fewer bytes than this tell too little of a content.
@@ -40,6 +42,7 @@ class Cache:
         self.spawned: list[tuple[str, Story]] = []
         self._record = 0
         res.storage = settings.storage
+        res.choose(settings.eviction, settings.step(res.spec) // res.spec.page_size)
         self.descent = Descent(res, settings, self._id, self.spawn)
         self.restore = Restore(res, settings, self._id, self.descent)
 
@@ -129,7 +132,7 @@ class Cache:
                 self.res.clear(tier)
         if Tier.STORAGE in tiers and self.res.storage:
             done = yield Clear(self._id(), "flush")
-            self.res.index.clear_durable()  # where it has failed, a part may be gone all the same
+            self.res.clear_durable()  # where it has failed, a part may be gone all the same
             if done.error:
                 raise EngineError(f"storage could not be flushed: {done.error}")
 
@@ -199,10 +202,16 @@ class Cache:
             insert.publish(self.res, made.component, names, part)
             component = self.spec[made.component]
             used = lengths.needed(component, run.shape.begin(component) // self.spec.page_size, self.spec.page_size)
-            insert.touch_path(self.res, made.component, [*path.names(made.component, used), *names])
+            both = [*path.names(made.component, used), *names]
+            insert.count_uses(self.res, made.component, both)
+            self.res.use(made.component, both, [*used, *pages], job.path.keys, self._hint(job))
         insert.follow(self.res, job.path.keys, job.fork // self.spec.page_size)
 
     # -- small things -----------------------------------------------------------------------------------------------------------
+
+    def _hint(self, job: Job) -> Hint:
+        ttl = job.request.ttl_s
+        return Hint(job.request.priority, math.inf if ttl is None else self.res.now() + ttl)
 
     def spawn(self, name: str, story: Story) -> None:
         """A story that nobody waits for; the driver takes it up."""

@@ -1,4 +1,4 @@
-"""The command line: ``hicache-ray demo | probe | verify | sim | serve | status | stats | flush``.
+"""The command line: ``hicache-ray demo | probe | verify | sim | replay | serve | status | stats | flush``.
 
 Results go to stdout, progress to stderr. Every setting of the configuration is a flag of every command that starts a tier
 (``--storage-size 1GiB``). Exit codes: 0 well, 1 probe or verify found a problem, 2 something is
@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from hicache_ray import cli_admin, cli_flags, cli_sim, cli_size, cli_tables, cli_verify
+from hicache_ray import cli_admin, cli_flags, cli_replay, cli_sim, cli_size, cli_tables, cli_verify
 from hicache_ray.config_sources import Loaded
 from hicache_ray.errors import ConfigError, HiCacheError
 
@@ -33,6 +33,7 @@ app = typer.Typer(
     epilog="Every setting is a flag too, e.g. --storage-size 1GiB; see --print-config of serve for all of them.",
 )
 cli_admin.register(app)
+cli_replay.register(app)
 cli_sim.register(app)
 cli_size.register(app)
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}

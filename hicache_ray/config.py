@@ -75,6 +75,9 @@ class CacheConfig(Section):
     device_reserve: Annotated[float, Field(ge=0, le=1)] = Field(
         0.25, description="share of the device pools that can be had without waiting for a copy; for write policies that back up late"
     )
+    eviction: Literal["lru", "lfu", "s3fifo", "priority"] = Field(
+        "lru", description="which pages leave device and host first, among those whose loss costs the same"
+    )
     layout: Layout = Field("page_first_direct", description="order of axes of the host pools")
     device_layout: Layout = Field("layer_first", description="order of axes of the device pools")
     io_backend: Literal["auto", "direct", "kernel"] = Field("auto", description="how bytes move between device and host")

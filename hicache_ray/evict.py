@@ -22,7 +22,7 @@ def choose(res: Residency, tier: Tier, need: Mapping[str, int]) -> Mapping[str, 
         short = count - res.pools[place].free
         if short <= 0:
             continue
-        victims = res.policies[place].victims(short, partial(res.idle, place))
+        victims = res.policies[place].victims(short, partial(res.idle, place), res.now())
         if len(victims) < short:
             return None
         out[component] = victims

@@ -124,13 +124,13 @@ class Group(Tales):
         Whoever waits for it goes on without it now. The slots of what is in flight stay leased until the ranks have reported.
         """
         self.cache.res.storage = False
-        self.cache.res.index.clear_durable()
+        self.cache.res.clear_durable()
         self._cut_short([f for f in self._flights.values() if f.awaited and f.of_storage], "storage was detached")
         self._changed()
 
     def attach(self) -> None:
         """L3 is there (again), with whatever it holds."""
-        self.cache.res.index.clear_durable()
+        self.cache.res.clear_durable()
         self.cache.res.storage = True
 
     def evict(self, tier: Tier, need: Mapping[str, int]) -> None:
@@ -181,7 +181,7 @@ class Group(Tales):
             flight.landed(merged)
             self._adopt_spawned()
         elif isinstance(flight.record, Clear):
-            self.cache.res.index.clear_durable()  # it has happened after all, perhaps to what was stored since
+            self.cache.res.clear_durable()  # it has happened after all, perhaps to what was stored since
         self._changed()
 
     def tick(self) -> None:

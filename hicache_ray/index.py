@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import Inconsistent
+from hicache_ray.keys import mark_of
 from hicache_ray.lease import Place
 from hicache_ray.policy import Entries
 from hicache_ray.records import Slots
@@ -38,6 +39,7 @@ class Index:
         self._ids: dict[bytes, int] = {}
         self._keys: list[bytes | None] = []
         self._unused: list[int] = []
+        self._marks = np.zeros(64, dtype=np.int64)
         self._slots = np.full((len(self._column), 64), ABSENT, dtype=np.int32)
         self._durable = np.zeros((len(self._column), 64), dtype=bool)
         self._uses = np.zeros((len(self._column), 64), dtype=np.int32)
@@ -69,6 +71,10 @@ class Index:
             raise Inconsistent(f"the entry {entry} is gone")
         return key
 
+    def marks(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """Numbers that stand for the keys of the entries (all there), also after they have gone."""
+        return self._marks[entries]
+
     def put(self, place: Place, keys: Sequence[bytes], slots: Slots) -> Entries:
         """Say that the objects of ``keys`` are in ``slots`` of ``place`` (they must not be there yet). Returns their entries."""
         entries = self.find(keys)
@@ -94,6 +100,8 @@ class Index:
                 self._depth = np.concatenate([self._depth, np.zeros_like(self._depth)])
                 self._inner = np.concatenate([self._inner, np.zeros_like(self._inner)])
                 self._fork = np.concatenate([self._fork, np.zeros_like(self._fork)])
+                self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
+        self._marks[entry] = mark_of(key)
         self._ids[key] = entry
         return entry
 

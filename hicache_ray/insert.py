@@ -20,14 +20,9 @@ def publish(res: Residency, component: str, keys: Sequence[bytes], lease: Lease)
     res.publish((Tier.DEVICE, component), keys, lease)
 
 
-def touch_path(res: Residency, component: str, keys: Sequence[bytes]) -> None:
-    """The pages of a path (root first) were used or made together: most recent in every local tier that has them."""
-    entries = res.index.find(keys)
-    res.index.use((Tier.HOST, component), entries)
-    for tier in (Tier.DEVICE, Tier.HOST):
-        here = res.index.slots((tier, component), entries) >= 0
-        if np.any(here):
-            res.touch((tier, component), entries[here])
+def count_uses(res: Residency, component: str, keys: Sequence[bytes]) -> None:
+    """The pages of a path were used or made: one use more of each."""
+    res.index.use((Tier.HOST, component), res.index.find(keys))
 
 
 def follow(res: Residency, keys: Sequence[bytes], fork: int) -> None:

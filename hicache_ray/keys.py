@@ -171,6 +171,11 @@ def page_of(name: bytes) -> bytes:
     return name[:KEY_BYTES]
 
 
+def mark_of(name: bytes) -> int:
+    """A number of 64 bits that stands for a name in tables of numbers; never 0."""
+    return int.from_bytes(name[-8:], "little", signed=True) or 1
+
+
 def is_other(name: bytes) -> bool:
     return len(name) > KEY_BYTES
 

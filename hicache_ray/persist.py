@@ -60,7 +60,7 @@ class Persist:
                 known = transfer.fresh(self.res, moved, leg)
                 sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
-                self.res.index.set_durable((Tier.HOST, leg.component), entries)
+                self.res.set_durable(leg.component, entries)
                 refused = tuple(k for i, k in enumerate(leg.keys) if not bits >> i & 1)
                 if refused:
                     self.res.gone.append(Gone((Tier.STORAGE, leg.component), refused, REFUSED))

@@ -1,17 +1,22 @@
-"""Which cached pages go first. LRU over touches, not over pages.
+"""Which cached pages go first: the order that holds under every policy, and its plainest form, least recently used.
 
-A request touches its whole path at once: all those pages get the same stamp and are kept as one group, in the order in which they
-should go. So a touch costs one list, and among equally recent pages the order is a choice:
+What leaves a pool is decided in two steps. First by what its going costs (:class:`Cost`): what is of no use, then what its owner has no use
+for any more, then copies of what a lower tier has, then inner windows and snapshots, at last branch points and the last legal length.
+Among equals by the policy: a key, then how recent the use was, then the order within the use. A request uses its whole path at once, so
+a use is kept as one group, in the order in which its pages should go (:func:`order`), and costs one entry of a heap:
 
 * ``full``: the deepest first, so that what stays is reachable from the root;
-* windows: the shallowest first, the window of the last length goes last;
-* snapshots: inner ones first, thinned so that the gaps grow with the distance from the end; the last one goes last.
+* windows and chunks: inner ones first, thinned so that the gaps grow with the distance from the end; those of the last length last;
+* snapshots: the same.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,92 +25,279 @@ from hicache_ray.errors import Inconsistent
 from hicache_ray.spec import Kind
 
 Entries = npt.NDArray[np.int32]
+Usable: TypeAlias = Callable[[Entries], npt.NDArray[np.bool_]]
+Longs: TypeAlias = npt.NDArray[np.int64]
+Bytes: TypeAlias = npt.NDArray[np.int8]
+#: A group in a heap: key, stamp, place of its first member (unlike in all groups), serial, members. Those in another group are stale.
+Group: TypeAlias = tuple[int, int, int, int, Entries]
 
 #: Stale members that may be kept beside as many as there are live ones. Whoever looks for victims walks over them.
 SLACK = 64
 
 
-def order(kind: Kind, count: int) -> npt.NDArray[np.intp]:
-    """The order in which ``count`` equally recent pages of one path (root first) should go: indices, first to go first."""
+class Cost(IntEnum):
+    """What it costs to lose a page here, least first. Copies: a lower tier has the same bytes."""
+
+    USELESS = 0
+    EXPIRED = 1
+    INNER_COPY = 2
+    COPY = 3
+    INNER = 4
+    END = 5
+
+
+def order(kind: Kind, count: int, run: int = 1) -> npt.NDArray[np.intp]:
+    """The order in which ``count`` equally recent pages of one path (root first) should go: indices, first to go first.
+
+    ``run``: how many of them one length needs. Inner windows go a whole run at a time, so that no part of one is left for long.
+    """
     if kind is Kind.FULL:
         return np.arange(count)[::-1]
-    if kind is not Kind.STATE:
-        return np.arange(count)
-    from_end = np.arange(count)[::-1]  # 0 is the last snapshot
+    from_end = np.arange(count)[::-1] // run  # 0 is the last snapshot, or the window of the last length
     # Distance d from the end survives 2**trailing_zeros(d) thinnings: odd distances go first, the last one (0) never.
     zeros = np.where(from_end == 0, 63, np.log2(np.maximum(from_end & -from_end, 1)).astype(np.int64))
     return np.lexsort((np.arange(count), zeros))
 
 
-class Lru:
-    """Least recently touched first, for the pages of one (tier, component). Entries are ids of the index."""
+@dataclass(frozen=True)
+class Worth:
+    """What is known of some entries beside that they were used; each field has one value for each of them.
 
-    def __init__(self) -> None:
-        self._stamp = np.zeros(0, dtype=np.int64)  # by entry; 0: not known here
-        self._groups: OrderedDict[int, Entries] = OrderedDict()
-        self._clock = 0
+    ``costs``: of :class:`Cost`. ``priority``: higher ones are to stay longer. ``expires``: after that nobody needs them, in seconds.
+    """
+
+    costs: Bytes
+    priority: Longs
+    expires: npt.NDArray[np.float64]
+
+    @classmethod
+    def plain(cls, count: int) -> Worth:
+        """Without any hint, and all alike."""
+        return cls(np.full(count, Cost.END, np.int8), np.zeros(count, np.int64), np.full(count, np.inf))
+
+
+def grown(array: npt.NDArray[Any], top: int, value: float = 0) -> npt.NDArray[Any]:
+    """The array with room for index ``top``, at least doubled where it has none."""
+    more = max(top + 1 - len(array), len(array))
+    return array if top < len(array) else np.concatenate([array, np.full(more, value, dtype=array.dtype)])
+
+
+class Lru:
+    """Least recently used first, for the pages of one (tier, component). Entries are ids of the index.
+
+    Also the base of the other policies: they differ in the key that :meth:`_keys` gives to what was used, smallest first to go.
+    ``chained``: a page is of use only with those that go after it in the same use, so its key is never above theirs. ``capacity``: of the
+    pool. ``marks``: names that outlast an entry, for policies that remember what has left.
+    """
+
+    #: Heaps for each cost.
+    lanes = 1
+
+    def __init__(self, capacity: int = 0, chained: bool = True, marks: Callable[[Entries], Longs] | None = None) -> None:
+        self.capacity, self.chained = capacity, chained
+        self.marks = marks or (lambda entries: entries.astype(np.int64))
+        self._serial = np.zeros(0, dtype=np.int64)  # by entry: the group it is in; 0: not known here
+        self._key = np.zeros(0, dtype=np.int64)
+        self._stamp = np.zeros(0, dtype=np.int64)
+        self._at = np.zeros(0, dtype=np.int64)  # its place among those of the same key and stamp
+        self._cost = np.zeros(0, dtype=np.int8)
+        self._lane = np.zeros(0, dtype=np.int8)
+        self._expires = np.zeros(0, dtype=np.float64)
+        self._heaps: list[list[Group]] = [[] for _ in range(len(Cost) * self.lanes)]
+        self._soon: list[tuple[float, int, Entries]] = []
+        self._clock = 0  # uses
+        self._groups = 0
+        self._places = 0
         self._kept = 0
         self._live = 0
 
-    def touch(self, entries: Entries) -> None:
-        """``entries`` (first to go first) are now the most recent ones."""
-        if len(entries):
-            self._clock += 1
-            self._put(self._clock, entries)
+    # -- what happens to pages ----------------------------------------------------------------------------------------------------
+
+    def touch(self, entries: Entries, worth: Worth | None = None, used: bool = True) -> None:
+        """``entries`` (first to go first, each once) were used together just now, or are new.
+
+        ``used``: it counts as a use; otherwise they were only held, or moved, for one that is counted itself.
+        """
+        if not len(entries):
+            return
+        worth = worth or Worth.plain(len(entries))
+        self._clock += 1
+        self._make_room(int(entries.max()))
+        self._renumber(entries[self._moves(entries)])
+        keys, stamps, lanes = self._keys(entries, worth, used)
+        self._expires[entries] = worth.expires
+        self._sort_in(entries, keys, stamps, worth.costs, lanes)
+        self._watch(entries, worth.expires)
 
     def demote(self, entries: Entries) -> None:
         """``entries`` go before all others: nobody can use them any more."""
         if len(entries):
-            first = next(iter(self._groups), self._clock + 1)
-            self._put(min(first, 0) - 1, entries)
-            self._groups.move_to_end(min(first, 0) - 1, last=False)
+            self._clock += 1
+            self._make_room(int(entries.max()))
+            self._renumber(entries)
+            self._push(Cost.USELESS, 0, -self._clock, entries, 0)
 
-    def _put(self, stamp: int, entries: Entries) -> None:
-        top = int(entries.max())
-        if top >= len(self._stamp):
-            self._stamp = np.concatenate([self._stamp, np.zeros(max(top + 1 - len(self._stamp), len(self._stamp)), dtype=np.int64)])
-        self._live += int(np.count_nonzero(self._stamp[entries] == 0))
-        self._stamp[entries] = stamp
-        self._groups[stamp] = entries
+    def recost(self, entries: Entries, costs: Bytes) -> None:
+        """What losing some entries costs has changed; otherwise they keep their place. Those of no use, expired or unknown stay so."""
+        known = self.knows(entries)
+        entries, costs = entries[known], costs[known]
+        moved = (self._cost[entries] != costs) & (self._cost[entries] > Cost.EXPIRED)
+        self._move(entries[moved], costs[moved])
+
+    def _move(self, entries: Entries, costs: Bytes) -> None:
+        if len(entries):
+            self._sort_in(entries, self._key[entries], self._stamp[entries], costs, self._lane[entries])
+
+    def forget(self, entries: Entries) -> None:
+        """``entries`` have left the pool."""
+        known = entries[self.knows(entries)]
+        self._live -= len(known)
+        self._serial[known] = 0
+
+    # -- who goes -----------------------------------------------------------------------------------------------------------------
+
+    def victims(self, count: int, usable: Usable, now: float = 0.0) -> Entries:
+        """Up to ``count`` entries to evict, first to go first; ``usable`` says which of some entries may go. None of them has gone yet."""
+        self._expire(now)
+        out: list[Entries] = []
+        for cost in Cost:
+            if count <= 0:
+                break
+            for taken in self._take(cost, count, usable):
+                out.append(taken)
+                count -= len(taken)
+        return np.concatenate(out) if out else np.empty(0, dtype=np.int32)
+
+    def _take(self, cost: Cost, count: int, usable: Usable) -> list[Entries]:
+        """The first of one cost, up to ``count``; nothing moves."""
+        heap, out, back = self._heaps[cost * self.lanes], [], []
+        while heap and count > 0:
+            group = self._head(heap)
+            if group is None:
+                break
+            back.append(heapq.heappop(heap))
+            here = group[usable(group)][:count]
+            if len(here):
+                out.append(here)
+                count -= len(here)
+        for group_back in back:
+            heapq.heappush(heap, group_back)
+        if out:
+            self._leaving(cost, out[-1])
+        return out
+
+    def _head(self, heap: list[Group]) -> Entries | None:
+        """The live members of the first key and stamp that have any; the heap's first is then that one group. None: there is none."""
+        first: Group | None = None
+        while heap and (first is None or heap[0][:2] == first[:2]):
+            key, stamp, _, serial, entries = heapq.heappop(heap)
+            live = entries[self._serial[entries] == serial]
+            self._kept -= len(entries) - len(live)
+            if len(live) and first is not None:  # moved away and back again: between each other as they were
+                live = np.concatenate([first[4], live])
+                live = live[np.argsort(self._at[live])]
+                self._groups += 1
+                serial = self._serial[live] = self._groups
+            first = (key, stamp, int(self._at[live[0]]), serial, live) if len(live) else first
+        if first is None:
+            return None
+        heapq.heappush(heap, first)
+        return first[4]
+
+    def _expire(self, now: float) -> None:
+        while self._soon and self._soon[0][0] <= now:
+            entries = heapq.heappop(self._soon)[2]
+            entries = entries[self.knows(entries)]
+            over = entries[(self._expires[entries] <= now) & (self._cost[entries] > Cost.EXPIRED)]
+            self._move(over, np.full(len(over), Cost.EXPIRED, dtype=np.int8))
+
+    # -- what policies decide -----------------------------------------------------------------------------------------------------
+
+    def _keys(self, entries: Entries, worth: Worth, used: bool) -> tuple[Longs, Longs, Bytes]:
+        """Key, stamp and lane of each entry that was touched."""
+        return np.zeros(len(entries), dtype=np.int64), self._now(entries), np.zeros(len(entries), dtype=np.int8)
+
+    def _moves(self, entries: Entries) -> npt.NDArray[np.bool_]:
+        """Which of those that are touched get a new place."""
+        return np.ones(len(entries), dtype=bool)
+
+    def _now(self, entries: Entries) -> Longs:
+        return np.full(len(entries), self._clock)
+
+    def _leaving(self, cost: Cost, last: Entries) -> None:
+        """Up to ``last`` they were chosen to go. For policies that learn from it."""
+
+    # -- groups -------------------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, top: int) -> None:
+        if top >= len(self._serial):
+            for name in ("_serial", "_key", "_stamp", "_at", "_cost", "_lane", "_expires", *self._more()):
+                setattr(self, name, grown(getattr(self, name), top))
+
+    def _more(self) -> tuple[str, ...]:
+        """Names of a policy's own arrays by entry."""
+        return ()
+
+    def _renumber(self, entries: Entries) -> None:
+        """They stand behind whoever has the same key and stamp, in this order."""
+        self._at[entries] = np.arange(self._places, self._places + len(entries))
+        self._places += len(entries)
+
+    def _sort_in(self, entries: Entries, keys: Longs, stamps: Longs, costs: Bytes, lanes: Bytes) -> None:
+        """Put entries in groups of equal cost, lane, key and stamp; in the order of their places."""
+        said, at = (stamps, keys, lanes, costs), self._at[entries]
+        line, cut = np.arange(len(entries)), np.zeros(len(entries), dtype=bool)
+        if np.any(at[1:] < at[:-1]) or any(np.any(a != a[0]) for a in said):
+            line = np.lexsort((at, *said))
+            for a in said:
+                cut[1:] |= a[line][1:] != a[line][:-1]
+        for part in np.split(line, np.flatnonzero(cut)):
+            i = part[0]
+            self._push(Cost(int(costs[i])), int(keys[i]), int(stamps[i]), entries[part], int(lanes[i]))
+
+    def _push(self, cost: Cost, key: int, stamp: int, entries: Entries, lane: int) -> None:
+        self._groups += 1
+        self._live += int(np.count_nonzero(self._serial[entries] == 0))
+        self._serial[entries], self._key[entries], self._stamp[entries] = self._groups, key, stamp
+        self._cost[entries], self._lane[entries] = cost, lane
+        heapq.heappush(self._heaps[cost * self.lanes + lane], (key, stamp, int(self._at[entries[0]]), self._groups, entries))
         self._kept += len(entries)
         if self._kept > 2 * self._live + SLACK:
             self._compact()
 
+    def _watch(self, entries: Entries, expires: npt.NDArray[np.float64]) -> None:
+        """Remember when entries expire. Groups of the same time are one."""
+        for when in np.unique(expires[np.isfinite(expires)]).tolist():
+            heapq.heappush(self._soon, (when, self._groups, entries[expires == when]))
+        if len(self._soon) > 2 * self._live + SLACK:
+            still = ((w, s, e[self.knows(e) & (self._expires[e] == w)]) for w, s, e in self._soon)
+            self._soon = [(w, s, e) for w, s, e in still if len(e)]
+            heapq.heapify(self._soon)
+
     def _compact(self) -> None:
-        """Forget stale members; amortised over the touches that made them."""
-        groups = ((s, g[self._stamp[g] == s]) for s, g in self._groups.items())
-        self._groups = OrderedDict((s, g) for s, g in groups if len(g))
-        self._kept = sum(map(len, self._groups.values()))
+        """Forget stale members; amortised over the uses that made them."""
+        for heap in self._heaps:
+            live = ((group, group[4][self._serial[group[4]] == group[3]]) for group in heap)
+            heap[:] = [(g[0], g[1], int(self._at[e[0]]), g[3], e) for g, e in live if len(e)]
+            heapq.heapify(heap)
+        self._kept = sum(len(group[4]) for heap in self._heaps for group in heap)
 
-    def forget(self, entries: Entries) -> None:
-        """``entries`` have left the pool."""
-        known = entries[entries < len(self._stamp)]
-        self._live -= int(np.count_nonzero(self._stamp[known] != 0))
-        self._stamp[known] = 0
-
-    def victims(self, count: int, usable: Callable[[Entries], npt.NDArray[np.bool_]]) -> Entries:
-        """Up to ``count`` entries to evict, first to go first; ``usable`` says which of some entries may go. Changes nothing."""
-        out: list[Entries] = []
-        for stamp, group in self._groups.items():
-            if count <= 0:
-                break
-            here = group[self._stamp[group] == stamp]
-            if not len(here):
-                continue
-            here = here[usable(here)][:count]
-            if len(here):
-                out.append(here)
-                count -= len(here)
-        return np.concatenate(out) if out else np.empty(0, dtype=np.int32)
+    # -- questions ----------------------------------------------------------------------------------------------------------------
 
     def knows(self, entries: Entries) -> npt.NDArray[np.bool_]:
-        safe = np.minimum(entries, max(len(self._stamp) - 1, 0))
-        return (entries < len(self._stamp)) & (self._stamp[safe] != 0) if len(self._stamp) else np.zeros(len(entries), dtype=bool)
+        safe = np.minimum(entries, max(len(self._serial) - 1, 0))
+        return (entries < len(self._serial)) & (self._serial[safe] != 0) if len(self._serial) else np.zeros(len(entries), dtype=bool)
+
+    def costs(self, entries: Entries) -> Bytes:
+        """What losing some known entries costs."""
+        return self._cost[entries]
 
     def check(self) -> None:
-        live = [g[self._stamp[g] == s] for s, g in self._groups.items()]
-        members = np.concatenate(live) if live else np.empty(0, dtype=np.int32)
-        if len(np.unique(members)) != len(members):
+        members = [e[self._serial[e] == s] for heap in self._heaps for _, _, _, s, e in heap]
+        every = np.concatenate(members) if members else np.empty(0, dtype=np.int32)
+        if len(np.unique(every)) != len(every):
             raise Inconsistent("an entry is twice in the order of eviction")
-        if len(members) != self._live or self._live != int(np.count_nonzero(self._stamp)):
-            raise Inconsistent(f"the order of eviction counts {self._live} entries and holds {len(members)}")
+        if len(every) != self._live or self._live != int(np.count_nonzero(self._serial)):
+            raise Inconsistent(f"the order of eviction counts {self._live} entries and holds {len(every)}")
+        if sum(len(group[4]) for heap in self._heaps for group in heap) != self._kept:
+            raise Inconsistent("the order of eviction miscounts what it keeps")

@@ -163,7 +163,7 @@ def _publish(res: Residency, after: Match, k: int, a: Arrivals) -> None:
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
         told = transfer.fresh(res, a.moved, leg) & mine[i] & (a.arrived[i] | a.missed[i])
         names = [key for key, known in zip(leg.keys, told, strict=True) if known]
-        res.index.set_durable((Tier.HOST, leg.component), res.index.find(names), a.arrived[i][told])
+        res.set_durable(leg.component, res.index.find(names), a.arrived[i][told])
 
 
 def note(res: Residency, found: Match) -> None:
@@ -174,7 +174,7 @@ def note(res: Residency, found: Match) -> None:
         for kind in (False, True):
             if tagged(c.name, kind) in told:
                 entries = res.index.find([other(k) for k in keys] if kind else keys)
-                res.index.set_durable((Tier.HOST, c.name), entries, from_bits(told[tagged(c.name, kind)], len(entries)))
+                res.set_durable(c.name, entries, from_bits(told[tagged(c.name, kind)], len(entries)))
 
 
 def _pages(pages: npt.NDArray[np.int32]) -> int:

@@ -45,6 +45,15 @@ class LoadPolicy(str, Enum):
     COST = "cost"
 
 
+class Eviction(str, Enum):
+    """Which pages leave a tier first, among those whose loss costs the same (:class:`hicache_ray.policy.Cost`)."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    S3FIFO = "s3fifo"
+    PRIORITY = "priority"
+
+
 @dataclass(frozen=True)
 class Settings:
     """Lengths in tokens, times in seconds.
@@ -82,6 +91,7 @@ class Settings:
     prefill_growth_per_1k: float = 0.0
     storage_bytes_per_s: float = 0.0
     host_bytes_per_s: float = 0.0
+    eviction: Eviction = Eviction.LRU
 
     def check(self, spec: CacheSpec) -> None:
         """Raise :class:`ConfigError` where settings and spec do not go together."""

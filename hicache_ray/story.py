@@ -40,7 +40,8 @@ PageDigests: TypeAlias = Mapping[str, Mapping[int, tuple[str, ...]]]
 @dataclass(frozen=True)
 class Request:
     """One prompt. ``limit``: the caller's own cap on the resumed length, in tokens. ``digests``: report those of all it uses and makes.
-    ``spans``: what is embedded in the prompt."""
+    ``spans``: what is embedded in the prompt. ``priority``: its pages are to stay longer where the policy is ``priority``. ``ttl_s``: for
+    so many seconds after a use somebody may need them; later they go first. Hints, both."""
 
     rid: str
     tokens: Tokens
@@ -49,6 +50,8 @@ class Request:
     limit: int | None = None
     digests: bool = False
     spans: tuple[Embedded, ...] = ()
+    priority: int = 0
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True)

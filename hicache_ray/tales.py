@@ -23,7 +23,7 @@ class Tales:
         self.incarnation = incarnation
         self.max_requests = max_requests
         self._ranks = tuple(range(cache.spec.ranks))
-        self._clock = clock
+        self._clock = cache.res.now = clock
         self._tales: dict[str, Tale] = {}
         self._flights: dict[int, Flight] = {}
         self._outbox: deque[Envelope] = deque()

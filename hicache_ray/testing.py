@@ -118,7 +118,9 @@ class Stack(Questions):
 
     def put(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> Served:
         """A request over these tokens runs to its end, the last ``decoded`` of them made by decode. ``namespace``: fields to change;
-        ``spans``: what is embedded. Its backup is under way when this returns; :meth:`settle` lets it complete.
+        ``spans``: what is embedded; ``priority``, ``ttl_s``: hints.
+
+        Its backup is under way when this returns; :meth:`settle` lets it complete.
         """
         rid = self.begin(tokens, rid, decoded, **more)
         while rid not in self.served and rid not in self.errors:
@@ -131,6 +133,7 @@ class Stack(Questions):
     def begin(self, tokens: Iterable[int], rid: str | None = None, decoded: int = 0, **more: Any) -> str:
         """The same, only begun; it moves with :meth:`step` and :meth:`settle`."""
         request = self._request(tokens, rid, decoded, more.get("namespace", {}), more.get("limit"), more.get("spans", ()))
+        request = replace(request, priority=more.get("priority", 0), ttl_s=more.get("ttl_s"))
         self._jobs[request.rid] = self.group.submit(request)
         self._collect()
         return request.rid

@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+POLICY = ("policies", "policy", "policy_lfu", "policy_priority", "policy_s3fifo", "standing")
+
 #: Layer -> the modules of ``hicache_ray`` in it. A new module is added here, in the lowest layer that can hold it.
 MODULES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": (
@@ -16,8 +18,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("spec", "templates", "families", "layout", "keys", "records", "settings", "store"),
     ),
     "structures": (
-        *("cost", "lengths", "slots", "pool", "index", "lease", "ledger"),
-        *("policy", "residency", "resume", "story", "transfer", "why"),
+        *("cost", "lengths", "slots", "pool", "index", "lease", "ledger", *POLICY),
+        *("residency", "resume", "story", "transfer", "why"),
     ),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
     "cache": ("cache", "descent", "fetches", "persist", "restore"),
@@ -26,11 +28,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
         *("host_memory", "machine", "sizing_plan"),
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
-        *("explain", "metrics", "simulate", "sizing", "trace"),
+        *("explain", "metrics", "simulate", "sizing", "replay", "trace"),
         *("simulate_cases", "simulate_checks", "simulate_content", "simulate_engine", "simulate_faults", "simulate_group", "simulate_load"),
         *("simulate_rank", "simulate_report", "simulate_rule", "simulate_store", "simulate_watch"),
     ),
-    "cli": ("cli", "cli_admin", "cli_flags", "cli_sim", "cli_size", "cli_tables", "cli_verify"),
+    "cli": ("cli", "cli_admin", "cli_flags", "cli_plot", "cli_replay", "cli_sim", "cli_size", "cli_tables", "cli_verify"),
 }
 #: Layers that are a folder: everything in it belongs to them.
 FOLDERS = ("storage", "integrations", "verify", "actors")
@@ -67,6 +69,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "cupy": ("hicache_ray.copies_cuda",),
     "typer": ("cli",),
     "rich": ("cli",),
+    "matplotlib": ("hicache_ray.cli_plot",),
 }
 #: The core has no clock, no chance, no network and no processes of its own.
 AMBIENT = (
