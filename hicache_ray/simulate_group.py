@@ -199,7 +199,7 @@ class Member:
                 continue
             op = self.ranks[lane[0]].begin(envelope, self.clock())
             self.ops[id(op)] = (lane[0], op)
-            for _ in range(op.batches):
+            for _ in range(min(op.batches, 2)):
                 self.schedule(op.fate.seconds * self.around.rng.random(), partial(self._go_on, lane, op))
             self.schedule(op.fate.seconds, partial(self._end, lane, op))
 
