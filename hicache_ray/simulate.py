@@ -31,7 +31,8 @@ from hicache_ray.simulate_faults import Faults
 from hicache_ray.simulate_group import Member
 from hicache_ray.simulate_load import Load
 from hicache_ray.simulate_rank import Around
-from hicache_ray.simulate_store import Shelf
+from hicache_ray.simulate_shards import Shards
+from hicache_ray.simulate_store import Shelf, Storage
 from hicache_ray.spec import Tier
 from hicache_ray.story import Report
 
@@ -39,6 +40,8 @@ from hicache_ray.story import Report
 FULL_CHECK = 64
 #: Events that a world may take to come to rest once nobody asks any more.
 REST = 60_000
+#: Seconds between the beats of storage nodes after which all of them know what there is: breakers close, all is said again.
+SETTLING = (2.0, 2.0, 700.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0)
 
 
 @dataclass
@@ -101,7 +104,10 @@ class World:
         }
         l1, l2 = rng.randint(*self.case.l1), rng.randint(*self.case.l2)
         capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, l1), (Tier.HOST, l2)) for c in spec.components}
-        self.shelf = Shelf(self.case.nodes, rng.randint(*self.case.l3) * spec.ranks * len(spec.components), self._right)
+        room, nodes = rng.randint(*self.case.l3) * spec.ranks * len(spec.components), self.case.nodes
+        self.shelf: Storage = Shelf(nodes, room, self._right)
+        if self.case.shards is not None:
+            self.shelf = Shards(nodes, room, self._right, lambda: self.now, rng, self.case.shards)
         self.members = [
             Member(
                 Around(spec, settings, capacity, self.contents, self.shelf, i % self.case.nodes, self.tags, {}, rng),
@@ -177,7 +183,7 @@ class World:
                 names = [sorted(member.group._tales) for member in self.members]
                 raise Violation(f"the groups never come to rest: {names} wait for something that nothing under way will bring")
             self._pump(self.tally.events + 1)
-        self.shelf.look(self._right)
+        self._look_at_storage()
         for member in self.members:
             member.look_at_rest()
         self._queue.clear()
@@ -205,6 +211,15 @@ class World:
         """Everything in every group."""
         for member in self.members:
             member.look()
+
+    def _look_at_storage(self) -> None:
+        """Also whether all of it is found, once every node has had the time to hear of the others and to say again what it has."""
+        self.shelf.look(self._right)
+        if isinstance(self.shelf, Shards):
+            for pause in SETTLING:
+                self.now += pause
+                self.shelf.beat()
+            self.shelf.found_everywhere()
 
     def _right(self, id: bytes, content: int) -> None:
         name, kind, rank = self._owners[id[KEY_BYTES:]]
