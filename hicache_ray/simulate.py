@@ -224,7 +224,7 @@ class World:
     def _right(self, id: bytes, content: int) -> None:
         name, kind, rank = self._owners[id[KEY_BYTES:]]
         if not is_of(content, self.contents.of_name(name, rank, id[:KEY_BYTES] + kind), self.floors.get(space_of(id), 0)):
-            raise Violation(f"rank {rank} writes an object of {name!r} to storage whose bytes are not those of its name, or are from before a drop")
+            raise Violation(f"rank {rank} writes an object of {name!r} to storage that is not what its id says, or from before a drop")
 
 
 def simulate(seed: int, steps: int, case: str | Case = "random") -> Tally:

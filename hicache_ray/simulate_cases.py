@@ -128,9 +128,10 @@ def drawn(rng: random.Random) -> Case:
     l1, l2, l3 = rng.randint(30, 60), rng.randint(1, 80), rng.choice([10, 100, 2000])
     replicas = rng.choice([1, 1, 1, 2, 3])
     shards = ShardConfig(rng.choice(["writer", "home"]), rng.choice([1, 2])) if rng.random() < 0.2 else None
+    nodes = rng.randint(1, replicas) if shards is None else rng.randint(replicas, 5)
     return Case(
         "random", pools, rng.randint(1, 4), exact, grid, rng.choice(list(WritePolicy)), (l1, l1), (l2, l2), (l3, l3),
-        rng.choice([0, 0, 2 * PAGE, 5 * PAGE]), replicas, rng.randint(1, replicas) if shards is None else rng.randint(replicas, 5), rng.choice([0.0, 0.5, 1.0, 1.0, 3.0]),
+        rng.choice([0, 0, 2 * PAGE, 5 * PAGE]), replicas, nodes, rng.choice([0.0, 0.5, 1.0, 1.0, 3.0]),
         max_requests=rng.randint(2, 10), prompt_pages=rng.randint(3, 16), shards=shards,
     )  # fmt: skip
 

@@ -34,9 +34,7 @@ class Drop:
 class Drops:
     """Over the groups of a world. ``floors``: of each space, the least generation of what L3 may have; groups have such floors as well."""
 
-    def __init__(
-        self, rng: random.Random, members: Sequence[Member], shelf: Storage, contents: Contents, floors: dict[bytes, int]
-    ) -> None:
+    def __init__(self, rng: random.Random, members: Sequence[Member], shelf: Storage, contents: Contents, floors: dict[bytes, int]) -> None:
         self.rng = rng
         self.members = members
         self.shelf = shelf

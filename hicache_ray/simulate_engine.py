@@ -51,7 +51,7 @@ class Engine:
         self.runs: dict[str, Run] = {}
 
     def begin(self, record: Compute, prompt: Prompt, mark: int, generation: int, floor: int) -> Written:
-        """Check everything that is read; what is written becomes unreadable. ``generation``, ``floor``: of a run that begins (:class:`Run`)."""
+        """Check everything that is read; what is written becomes unreadable. ``generation``, ``floor``: of a run that begins."""
         run, first = self.runs.get(record.rid), False
         if run is None:
             first, grid = True, self.settings.grid

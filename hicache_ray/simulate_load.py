@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from hicache_ray.keys import Namespace
+from hicache_ray.records import Embedded
 from hicache_ray.simulate_cases import PAGE, Case
 from hicache_ray.simulate_content import Contents, Prompt
-from hicache_ray.records import Embedded
 from hicache_ray.simulate_drop import Drops
 from hicache_ray.simulate_group import Member
 from hicache_ray.simulate_store import Later
@@ -28,9 +28,7 @@ EMBEDDED = 0.15
 class Load:
     """Arrivals over the groups of a world."""
 
-    def __init__(
-        self, rng: random.Random, case: Case, contents: Contents, members: Sequence[Member], drops: Drops, later: Later
-    ) -> None:
+    def __init__(self, rng: random.Random, case: Case, contents: Contents, members: Sequence[Member], drops: Drops, later: Later) -> None:
         self.rng = rng
         self.case = case
         self.contents = contents

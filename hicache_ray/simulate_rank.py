@@ -61,8 +61,8 @@ class Around:
 class Op:
     """A record that a rank is executing.
 
-    To and from L3: ``going`` is the rest of it, ``batches`` how many calls it makes, ``bits`` and ``got`` (slot -> content) what has come of
-    each span so far.
+    To and from L3: ``going`` is the rest of it, ``batches`` how many calls it makes, ``bits`` and ``got`` (slot -> content) what has come
+    of each span so far.
     """
 
     envelope: Envelope

@@ -59,7 +59,9 @@ class Client(ShardedStore):
 class Shards:
     """The simulator's L3 (:class:`~hicache_ray.simulate_store.Storage`). ``capacity``: objects per node."""
 
-    def __init__(self, nodes: int, capacity: int, right: Right, clock: Callable[[], float], rng: random.Random, config: ShardConfig) -> None:
+    def __init__(
+        self, nodes: int, capacity: int, right: Right, clock: Callable[[], float], rng: random.Random, config: ShardConfig
+    ) -> None:
         self.nodes = nodes
         self.verify = True
         self.counts = dict.fromkeys(("put", "get", "miss", "bad", "evicted", "late", "crashed"), 0)
@@ -88,8 +90,9 @@ class Shards:
 
     def _announcer(self, node: Node) -> Announcer:
         connect = self._connect(node.name)
+        store, config = cast(Any, node), AnnouncerConfig()
         told = Announcer(
-            lambda: node.member, cast(Any, node), node.members.alive, lambda m: connect(m).directory, AnnouncerConfig(), self._clock, node.index
+            lambda: node.member, store, node.members.alive, lambda m: connect(m).directory, config, self._clock, node.index
         )  # fmt: skip
         node.evicted = told.evicted
         return told
