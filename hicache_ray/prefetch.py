@@ -27,7 +27,7 @@ def fits(res: Residency, match: Match, plan: Plan) -> bool:
         place = (Tier.HOST, component)
         used = [p.pages for p in plan.of(Tier.HOST) if p.component == component]
         entries = res.index.find(match.path.names(component, [i for pages in used for i in pages.tolist()]))
-        if count > res.room(place) - int(np.count_nonzero(res.idle(place, entries))):
+        if count > res.room(place) - res.reserve(place) - int(np.count_nonzero(res.idle(place, entries))):
             return False
     return True
 
@@ -35,7 +35,7 @@ def fits(res: Residency, match: Match, plan: Plan) -> bool:
 def could_fit(res: Residency, plan: Plan) -> bool:
     """Whether the host pools could take them if nobody else leased anything there."""
     used = {part.component: len(part.pages) for part in plan.of(Tier.HOST)}
-    return all(count + used.get(c, 0) <= res.capacity[(Tier.HOST, c)] for c, count in need(plan).items())
+    return all(count + used.get(c, 0) <= res.capacity[(Tier.HOST, c)] - res.reserve((Tier.HOST, c)) for c, count in need(plan).items())
 
 
 def commit(res: Residency, match: Match, moved: Transfer, bits: Sequence[int]) -> None:
