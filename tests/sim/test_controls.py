@@ -16,6 +16,7 @@ from hicache_ray.simulate import Failed, simulate
 from hicache_ray.simulate_cases import Case, cases
 from hicache_ray.simulate_store import Shelf
 from hicache_ray.slots import SlotPool
+from hicache_ray.storage.announcer import Announcer
 
 #: Events within which a planted fault must be found, over all seeds that are tried.
 EVENTS = 24_000
@@ -260,11 +261,23 @@ def blind_to_what_is_embedded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(keys, "_embedded", lambda spans, begin, end: b"")
 
 
+def homes_are_told_once(patch: pytest.MonkeyPatch) -> None:
+    """A home that is new to a group is not told what there is."""
+    plan_once = Announcer._plan
+
+    def once(self, view):  # type: ignore[no-untyped-def]
+        if self._told is None:
+            plan_once(self, view)
+
+    patch.setattr(Announcer, "_plan", once)
+
+
 PLANTS: tuple[Plant, ...] = (
     publish_before_completion, release_twice, forget_a_release, minimum_of_lengths, skip_checksums, or_over_ranks, stale_reports_count,
     slots_free_at_the_deadline, evict_what_is_leased, canonical_by_name_only, keep_all_that_arrived, one_page_too_few, flush_what_is_idle,
     a_report_counts_twice, shorter_than_it_may, shorter_plan, any_rank_will_do, evict_without_rescue,
     a_drop_forgets_what_is_under_way, a_drop_waits_for_no_writer, detached_in_name_only, blind_to_what_is_embedded,
+    homes_are_told_once,
 )  # fmt: skip
 #: A world in which much goes wrong.
 STORMY = replace(cases()["hybrid"], faults=6.0)
@@ -277,6 +290,7 @@ CASE: dict[Plant, str | Case] = {
     one_page_too_few: "window",
     evict_without_rescue: "keeps_back",
     skip_checksums: BROKEN,
+    homes_are_told_once: replace(cases()["shards"], faults=3.0),
     stale_reports_count: STORMY,
 }
 
