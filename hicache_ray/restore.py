@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 
+import numpy as np
+
 from hicache_ray import compute, lengths, load, plan, prefetch, transfer
 from hicache_ray.descent import Descent
 from hicache_ray.fetches import Fetches
@@ -283,4 +285,7 @@ class Restore:
                 entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 place = (part.tier, part.component)
                 self.res.touch(place, entries)
+                if tiers is not LOCAL:  # the request only waits: what passes through the host needs room there
+                    fresh = np.cumsum(self.res.idle(place, entries))
+                    entries = entries[fresh <= max(0, self.res.room(place) - self.res.reserve(place))]
                 job.leases.append(self.res.leases.take(job.request.rid, place, self.res.slots(place, entries)))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
-from hicache_ray.keys import OTHER, is_other, page_of, tagged
+from hicache_ray.keys import OTHER, is_other, page_of, space_of, tagged
 from hicache_ray.lease import Place
 from hicache_ray.records import Lookup, Outcome
 from hicache_ray.resume import Limit, Match
 from hicache_ray.settings import Settings
-from hicache_ray.simulate_content import Prompt, Violation
+from hicache_ray.simulate_content import Prompt, Violation, is_of, same_page
 from hicache_ray.simulate_rank import Around, VirtualRank
 from hicache_ray.simulate_rule import longest
 from hicache_ray.simulate_watch import WatchedResidency
@@ -27,11 +27,14 @@ class WatchedCache(Cache):
         super().__init__(res, settings)
         self.twin = res.seen
         self.knew: dict[str, int] = {}
+        self._known_at: dict[str, int] = {}
 
     def match(self, job: Job) -> Match:
         out = super().match(job)
         rid = job.request.rid
-        if rid == self.engine_owner and rid not in self.knew:
+        # Where something was dropped meanwhile, the plan is made anew.
+        if rid == self.engine_owner and (rid not in self.knew or self._known_at[rid] != self.res.era):
+            self._known_at[rid] = self.res.era
             self.knew[rid] = self.naive(job, Tier.DEVICE, Tier.HOST)
             if out.longest(Tier.DEVICE, Tier.HOST) != self.knew[rid]:
                 raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(Tier.DEVICE, Tier.HOST)}")
@@ -61,14 +64,13 @@ class InStorage:
 
     def __contains__(self, item: object) -> bool:
         assert isinstance(item, tuple)
-        objects, key = self.around.shelf.objects, page_of(item[1])
-        found = (objects.get(key + tag) for tag in self.around.tags[tagged(item[0], is_other(item[1]))])
-        return all(o is not None and o.whole for o in found)
+        whole, key = self.around.shelf.whole, page_of(item[1])
+        return all(whole(key + tag) for tag in self.around.tags[tagged(item[0], is_other(item[1]))])
 
 
 @dataclass
 class Asked:
-    """A request, prefetch or flush under way.
+    """A request, prefetch, flush or drop under way.
 
     ``told``: (component, name) that storage says it has, on all ranks; ``fetched``: what of that is asked for.
     """
@@ -132,8 +134,8 @@ class Checks:
     def fetch(self, asked: Asked) -> None:
         """What is fetched makes a longer resume legal, and the longest that is known of, or the reason why not is told."""
         job, local = asked.job, (Tier.DEVICE, Tier.HOST)
-        if job is None or job.phase is Phase.LOOKUP or asked.cancelled:
-            return  # another lookup is under way
+        if job is None or job.phase is Phase.LOOKUP or asked.cancelled or not self.res.storage or self.res.stale(job.space, job.era):
+            return  # another lookup is under way, it waits for room, or what it was told counts for nothing any more
         best = self.cache.naive(job, *local, more=asked.told)
         planned = self.cache.naive(job, *local, more=asked.fetched)
         if planned < best and job.limit in (Limit.NONE, Limit.ABSENT):
@@ -151,9 +153,9 @@ class Checks:
         if error is not None and not isinstance(error, GroupLost):
             fair = isinstance(error, Cancelled) and asked.cancelled
             fair |= isinstance(error, CapacityError) and "everything is in use" in str(error)
-            fair |= isinstance(error, EngineError) and ("injected" in str(error) or "deadline passed" in str(error))
-            fair |= isinstance(error, Busy) and asked.kind == "flush"
-            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush
+            fair |= isinstance(error, EngineError) and any(why in str(error) for why in ("injected", "deadline passed", "was detached"))
+            fair |= isinstance(error, Busy) and asked.kind in ("flush", "drop")
+            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush or a drop
             if not fair:
                 raise Violation(f"{asked.kind} {asked.rid} ended with {type(error).__name__}: {error}")
         if asked.kind == "flush" and error is None:
@@ -172,22 +174,32 @@ class Checks:
             ids = asked.prompt.ahead[c.lookahead] if c.lookahead else asked.prompt.ids
             for page, digests in at.items():
                 for rank, digest in enumerate(digests):
-                    if int(digest) | 1 != self.around.contents.made(component, rank, ids[page], True):
+                    if not same_page(int(digest), self.around.contents.made(component, rank, ids[page], True)):
                         raise Violation(f"request {asked.rid}: the digest of page {page} of {component!r} on rank {rank} is of other bytes")
 
     def _flushed(self, asked: Asked) -> None:
         for place, names in self.res.seen.visible.items():
             if place[0] in asked.flushed and names:
                 raise Violation(f"the flush {asked.rid} has ended and {len(names)} pages of {place[1]!r} are still in {place[0].value}")
-        if self.alone and Tier.STORAGE in asked.flushed and self.around.shelf.objects:
-            raise Violation(f"the flush {asked.rid} has ended and {len(self.around.shelf.objects)} objects are still in storage")
+        if self.alone and Tier.STORAGE in asked.flushed and (left := self.around.shelf.starting(b"")):
+            raise Violation(f"the flush {asked.rid} has ended and {left} objects are still in storage")
+
+    def dropped(self, space: bytes) -> None:
+        """A drop is complete as far as this group goes: nothing of the space is in L1 or L2."""
+        for place, names in self.res.seen.visible.items():
+            left = sum(name.startswith(space) for name in names)
+            if left:
+                raise Violation(f"a namespace has been dropped and {left} pages of {place[1]!r} are still in {place[0].value}")
 
     def right(self, place: Place, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        of_name, component = self.around.contents.of_name, place[1]
+        of_name, component, floors = self.around.contents.of_name, place[1], self.around.floors
         for rank in self.ranks:
             pool = rank.pools[place]
             for name, slot in zip(names, slots, strict=True):
-                if pool[slot] != of_name(component, rank.rank, name):
+                named = of_name(component, rank.rank, name)
+                if pool[slot] != named or floors:
+                    if is_of(pool[slot], named, floors.get(space_of(name), 0)):
+                        continue
                     raise Violation(
                         f"rank {rank.rank}: a page of {component!r} is visible in {place[0].value} slot {slot} and its bytes are "
                         f"{self._said(pool[slot])}, not those of its name"
@@ -195,4 +207,4 @@ class Checks:
 
     @staticmethod
     def _said(content: int) -> str:
-        return "not complete" if content < 0 else "of another page, rank, component or kind"
+        return "not complete" if content < 0 else "of another page, rank, component or kind, or from before a drop"
