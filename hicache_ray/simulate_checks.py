@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
+from hicache_ray.fetches import Fetch
 from hicache_ray.keys import OTHER, is_other, page_of, space_of, tagged
 from hicache_ray.lease import Place
 from hicache_ray.records import Lookup, Outcome
@@ -72,7 +75,7 @@ class InStorage:
 class Asked:
     """A request, prefetch, flush or drop under way.
 
-    ``told``: (component, name) that storage says it has, on all ranks; ``fetched``: what of that is asked for.
+    ``told``: (component, name) that storage says it has, on all ranks, as it was told last.
     """
 
     rid: str
@@ -85,7 +88,6 @@ class Asked:
     resumed: int | None = None
     cancelled: bool = False
     told: set[tuple[str, bytes]] = field(default_factory=set)
-    fetched: set[tuple[str, bytes]] = field(default_factory=set)
 
 
 class Checks:
@@ -129,23 +131,30 @@ class Checks:
         mark = OTHER.decode()
         for called, bits in outcome.found.items():
             name, kind = called.rstrip(mark), OTHER if called.endswith(mark) else b""
-            asked.told |= {(name, key + kind) for i, key in enumerate(record.keys) if all(b >> i & 1 for b in bits)}
+            said = [(name, key + kind) for key in record.keys]
+            asked.told.difference_update(said)  # asked once more, it is the last answer that counts
+            asked.told.update(one for i, one in enumerate(said) if all(b >> i & 1 for b in bits))
 
     def fetch(self, asked: Asked) -> None:
         """What is fetched makes a longer resume legal, and the longest that is known of, or the reason why not is told."""
         job, local = asked.job, (Tier.DEVICE, Tier.HOST)
         if job is None or job.phase is Phase.LOOKUP or asked.cancelled or not self.res.storage or self.res.stale(job.space, job.era):
             return  # another lookup is under way, it waits for room, or what it was told counts for nothing any more
+        fetches = self.cache.restore.fetches.of(job)
+        coming = {item for f in fetches for item in _coming(f)}
         best = self.cache.naive(job, *local, more=asked.told)
-        planned = self.cache.naive(job, *local, more=asked.fetched)
+        planned = self.cache.naive(job, *local, more=coming)
         if planned < best and job.limit in (Limit.NONE, Limit.ABSENT):
             raise Violation(f"{asked.rid} could resume at {best} pages with what storage has, plans {planned}, and says: {job.limit.value}")
-        if not asked.fetched <= asked.told:
+        if any(np.any(flags) for f in fetches for flags in f.arrivals.missed):
+            return  # what it was told the first time was not there when it was read
+        begun = {item for f in fetches if f.rid == asked.rid for item in _coming(f)}
+        if not begun <= asked.told:
             raise Violation(f"{asked.rid} reads from storage what that has not said it has")
         # Canonical bytes are fetched although others are near, and what a draft needs; that makes no resume longer.
-        better = any(name + OTHER in self.res.seen.visible[(t, c)] for c, name in asked.fetched for t in local)
-        better |= any(self.around.spec[c].role == "draft" for c, _ in asked.fetched)
-        if asked.fetched and not better and planned <= self.cache.naive(job, *local):
+        better = any(name + OTHER in self.res.seen.visible[(t, c)] for c, name in begun for t in local)
+        better |= any(self.around.spec[c].role == "draft" for c, _ in begun)
+        if begun and not better and planned <= self.cache.naive(job, *local):
             raise Violation(f"{asked.rid} reads from storage what does not make its resume longer")
 
     def end(self, asked: Asked, event: Ended) -> None:
@@ -208,3 +217,11 @@ class Checks:
     @staticmethod
     def _said(content: int) -> str:
         return "not complete" if content < 0 else "of another page, rank, component or kind, or from before a drop"
+
+
+def _coming(fetch: Fetch) -> Iterator[tuple[str, bytes]]:
+    """(component, name) that a fetch has brought or may still bring, whoever has begun it."""
+    a = fetch.arrivals
+    for leg, arrived, missed in zip(a.moved.legs, a.arrived, a.missed, strict=True):
+        flags = arrived if fetch.finished else arrived | ~missed
+        yield from ((leg.component, name) for name, flag in zip(leg.keys, flags.tolist(), strict=True) if flag)

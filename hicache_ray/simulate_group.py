@@ -9,7 +9,7 @@ from functools import partial
 
 from hicache_ray.errors import Busy, CapacityError, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.records import Clear, Lane, Lookup, Move, Outcome, lane_of
+from hicache_ray.records import Clear, Lane, Lookup, Outcome, lane_of
 from hicache_ray.simulate_cases import Case
 from hicache_ray.simulate_checks import Asked, Checks, WatchedCache
 from hicache_ray.simulate_content import EMPTY, Prompt, Violation, guarded, violation_of
@@ -176,8 +176,6 @@ class Member:
         rid = getattr(record, "rid", "")
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
             self.checks.resume(self.asked[rid], record.start)  # type: ignore[union-attr]
-        if isinstance(record, Move) and record.source is Tier.STORAGE and rid in self.asked:
-            self.asked[rid].fetched = {(span.component, name) for span in record.spans for name in span.keys}
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
         if token in self.stale:  # the worst moment for it
             self.schedule(0.002 * self.around.rng.random(), self.stale.pop(token))
