@@ -146,7 +146,7 @@ class Restore:
                 break
         if failed:
             job.limit = Limit.LOOKUP
-        if self.stale(job):
+        if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
             return self.match(job)
         found = self.match(job).with_storage(told)
         if not failed:
