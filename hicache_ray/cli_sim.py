@@ -13,7 +13,7 @@ from rich.table import Table
 from hicache_ray.errors import ConfigError
 from hicache_ray.simulate import Failed, Tally, simulate
 from hicache_ray.simulate_cases import cases
-from hicache_ray.simulate_report import Row, measure
+from hicache_ray.simulate_report import Loss, Row, losses, measure
 
 #: Columns of a table that goes to a file or a pipe.
 WIDTH = 120
@@ -32,7 +32,10 @@ def sim(
     ] = "random",
     minutes: Annotated[float, typer.Option(min=0, help="go on with the next seeds for so long")] = 0,
     report: Annotated[
-        bool, typer.Option("--report", help="measure how much each policy reuses of branching prompts, and show a table")
+        bool,
+        typer.Option(
+            "--report", help="measure how much each policy reuses of branching prompts, and how much of that survives a lost storage node"
+        ),
     ] = False,
 ) -> None:
     """Simulate cache groups, their ranks and storage under faults; every byte and every invariant is checked after every event."""
@@ -40,6 +43,7 @@ def sim(
     try:
         if report:
             _print(report_table(measure(seed, steps)))
+            _print(loss_table(losses(seed, steps)))
             return
         _live(seed, steps, case, minutes, errors)
     except ConfigError as error:
@@ -119,4 +123,14 @@ def report_table(rows: list[Row]) -> Table:
         t, total = row.tally, sum(row.tally.tokens.values()) or 1
         shares = (f"{t.tokens[name] / total:.1%}" for name in ("device", "host", "storage", "computed"))
         table.add_row(row.case, row.policy, f"{t.served:,}", f"{t.hit_share:.1%}", f"{t.token_share:.1%}", *shares)
+    return table
+
+
+def loss_table(rows: list[Loss]) -> Table:
+    """What survives the loss of a storage node."""
+    table = Table(title="share of hit tokens that are left without one of ten storage nodes")
+    for name in ("placement", "copies", "mean", "least", "most"):
+        table.add_column(name, justify="left" if name == "placement" else "right")
+    for row in rows:
+        table.add_row(row.placement, str(row.replicas), f"{row.mean:.1%}", f"{min(row.left):.1%}", f"{max(row.left):.1%}")
     return table

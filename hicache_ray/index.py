@@ -81,7 +81,7 @@ class Index:
         for i in np.flatnonzero(entries == ABSENT).tolist():
             entries[i] = self._new(keys[i])
         row = self._slots[self._column[place]]
-        if np.any(row[entries] != ABSENT):
+        if (row[entries] != ABSENT).any():
             raise Inconsistent(f"a page is already in the {place[0].value} pool {place[1]!r}")
         row[entries] = slots
         return entries
@@ -109,10 +109,10 @@ class Index:
         """The objects of the entries leave a place; returns the slots they had. Entries with nothing left are forgotten."""
         column = self._column[place]
         slots = self._slots[column][entries]
-        if np.any(slots == ABSENT):
+        if (slots == ABSENT).any():
             raise Inconsistent(f"a page was removed that is not in the {place[0].value} pool {place[1]!r}")
         self._slots[column][entries] = ABSENT
-        for entry in entries[np.all(self._slots[:, entries] == ABSENT, axis=0)].tolist():
+        for entry in entries[(self._slots[:, entries] == ABSENT).all(axis=0)].tolist():
             del self._ids[self.key(entry)]
             self._keys[entry] = None
             self._durable[:, entry] = False

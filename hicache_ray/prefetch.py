@@ -80,7 +80,7 @@ def fits(res: Residency, match: Match, plan: Plan, incoming: Sequence[Part]) -> 
         place = (Tier.HOST, component)
         used = [p.pages for p in plan.of(Tier.HOST) if p.component == component]
         entries = res.index.find(match.path.names(component, [i for pages in used for i in pages.tolist()]))
-        if count > res.room(place) - int(np.count_nonzero(res.idle(place, entries))):
+        if count > res.room(place) - res.reserve(place) - int(np.count_nonzero(res.idle(place, entries))):
             return False
     return True
 
@@ -88,7 +88,8 @@ def fits(res: Residency, match: Match, plan: Plan, incoming: Sequence[Part]) -> 
 def could_fit(res: Residency, plan: Plan, incoming: Sequence[Part]) -> bool:
     """Whether the host pools could take them if nobody else leased anything there."""
     used = {part.component: len(part.pages) for part in plan.of(Tier.HOST)}
-    return all(count + used.get(c, 0) <= res.capacity[(Tier.HOST, c)] for c, count in need(incoming).items())
+    room = {c: res.capacity[(Tier.HOST, c)] - res.reserve((Tier.HOST, c)) for c in need(incoming)}
+    return all(count + used.get(c, 0) <= room[c] for c, count in need(incoming).items())
 
 
 def slices(spec: CacheSpec, moved: Transfer, stops: Sequence[int]) -> list[Slice]:

@@ -81,6 +81,11 @@ class Residency:
         """Slots that are free or could be, by eviction alone."""
         return self.pools[place].free + self.pools[place].idle
 
+    def reserve(self, place: Place) -> int:
+        """Host slots that requests which wait for the device do not lease: what leaves the device passes through them on its way to L3."""
+        capacity = self.capacity[place]
+        return min(capacity // 2, max(1, capacity // 32)) if place[0] is Tier.HOST else 0
+
     def touch(self, place: Place, entries: Entries) -> None:
         """Pages of one path (root first) were held or moved together. The request that this is for counts as a use when it ends."""
         self._touch(place, entries, used=False)
@@ -183,7 +188,7 @@ class Residency:
     def slots(self, place: Place, entries: Entries) -> Slots:
         """Slots of entries that must be there."""
         slots = self.index.slots(place, entries)
-        if np.any(slots == ABSENT):
+        if (slots == ABSENT).any():
             raise Inconsistent(f"a planned page is not in the {place[0].value} pool {place[1]!r} although it was leased")
         return slots
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 
+import numpy as np
+
 from hicache_ray import compute, lengths, load, plan, prefetch, transfer
 from hicache_ray.cost import Cost
 from hicache_ray.descent import Descent
@@ -156,7 +158,7 @@ class Restore:
                 break
         if failed:
             job.limit = Limit.LOOKUP
-        if self.stale(job):
+        if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
             return self.match(job)
         found, job.told = self.match(job).with_storage(told), told
         if not failed:
@@ -308,4 +310,7 @@ class Restore:
                 entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 place = (part.tier, part.component)
                 self.res.touch(place, entries)
+                if tiers is not LOCAL:  # the request only waits: what passes through the host needs room there
+                    fresh = np.cumsum(self.res.idle(place, entries))
+                    entries = entries[fresh <= max(0, self.res.room(place) - self.res.reserve(place))]
                 job.leases.append(self.res.leases.take(job.request.rid, place, self.res.slots(place, entries)))

@@ -22,15 +22,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hicache_ray.ask import tags_of
-from hicache_ray.keys import KEY_BYTES, OTHER
+from hicache_ray.keys import KEY_BYTES, OTHER, space_of
 from hicache_ray.simulate_cases import Case, case_of
 from hicache_ray.simulate_checks import Asked
-from hicache_ray.simulate_content import Contents, Violation
+from hicache_ray.simulate_content import Contents, Violation, is_of
+from hicache_ray.simulate_drop import Drops
 from hicache_ray.simulate_faults import Faults
 from hicache_ray.simulate_group import Member
 from hicache_ray.simulate_load import Load
 from hicache_ray.simulate_rank import Around
-from hicache_ray.simulate_store import Shelf
+from hicache_ray.simulate_shards import Shards
+from hicache_ray.simulate_store import Shelf, Storage
 from hicache_ray.spec import Tier
 from hicache_ray.story import Report
 
@@ -38,6 +40,8 @@ from hicache_ray.story import Report
 FULL_CHECK = 64
 #: Events that a world may take to come to rest once nobody asks any more.
 REST = 60_000
+#: Seconds between the beats of storage nodes after which all of them know what there is: breakers close, all is said again.
+SETTLING = (2.0, 2.0, 700.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0)
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Tally:
     returning: int = 0
     rests: int = 0
     restarts: int = 0
+    drops: Mapping[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("device", "host", "storage", "computed"), 0))
     faults: Mapping[str, int] = field(default_factory=dict)
     stored: Mapping[str, int] = field(default_factory=dict)
@@ -88,6 +93,7 @@ class World:
         spec, settings = self.case.spec(), self.case.core()
         settings.check(spec)
         self.contents = Contents(spec)
+        self.floors: dict[bytes, int] = {}  # of each space: the least generation of what may be stored
         recipe = {"grid": str(settings.grid)}
         self.tags = tags_of(spec, recipe)
         mark = OTHER.decode()
@@ -98,7 +104,10 @@ class World:
         }
         l1, l2 = rng.randint(*self.case.l1), rng.randint(*self.case.l2)
         capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, l1), (Tier.HOST, l2)) for c in spec.components}
-        self.shelf = Shelf(self.case.nodes, rng.randint(*self.case.l3) * spec.ranks * len(spec.components), self._right)
+        room, nodes = rng.randint(*self.case.l3) * spec.ranks * len(spec.components), self.case.nodes
+        self.shelf: Storage = Shelf(nodes, room, self._right)
+        if self.case.shards is not None:
+            self.shelf = Shards(nodes, room, self._right, lambda: self.now, rng, self.case.shards)
         self.members = [
             Member(
                 Around(spec, settings, capacity, self.contents, self.shelf, i % self.case.nodes, self.tags, {}, rng),
@@ -107,7 +116,8 @@ class World:
             for i in range(self.case.replicas)
         ]  # fmt: skip
         self.faults = Faults(rng, self.members, self.shelf, self.later)
-        self.load = Load(rng, self.case, self.contents, self.members, self.later)
+        self.drops = Drops(rng, self.members, self.shelf, self.contents, self.floors)
+        self.load = Load(rng, self.case, self.contents, self.members, self.drops, self.later)
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Something happens after ``seconds``."""
@@ -121,6 +131,7 @@ class World:
         try:
             while self.tally.events < steps:
                 self._resting = False
+                self.shelf.start(self.later)
                 self._arrivals()
                 if self.case.faults:
                     self._strikes()
@@ -130,6 +141,7 @@ class World:
             raise Failed(f"{self.reproduction(steps)}\n{violation} (event {self.tally.events}, at {self.now:.4f} s)") from violation
         self.tally.seconds = self.now
         self.tally.faults, self.tally.stored = dict(self.faults.happened), dict(self.shelf.counts)
+        self.tally.drops = dict(self.drops.counts)
         self.tally.restarts = sum(member.incarnation - 1 for member in self.members)
         return self.tally
 
@@ -171,7 +183,7 @@ class World:
                 names = [sorted(member.group._tales) for member in self.members]
                 raise Violation(f"the groups never come to rest: {names} wait for something that nothing under way will bring")
             self._pump(self.tally.events + 1)
-        self.look_at_storage()
+        self._look_at_storage()
         for member in self.members:
             member.look_at_rest()
         self._queue.clear()
@@ -200,20 +212,19 @@ class World:
         for member in self.members:
             member.look()
 
+    def _look_at_storage(self) -> None:
+        """Also whether all of it is found, once every node has had the time to hear of the others and to say again what it has."""
+        self.shelf.look(self._right)
+        if isinstance(self.shelf, Shards):
+            for pause in SETTLING:
+                self.now += pause
+                self.shelf.beat()
+            self.shelf.found_everywhere()
+
     def _right(self, id: bytes, content: int) -> None:
         name, kind, rank = self._owners[id[KEY_BYTES:]]
-        if content != self.contents.of_name(name, rank, id[:KEY_BYTES] + kind):
-            raise Violation(f"rank {rank} writes an object of {name!r} to storage whose bytes are not those of its name")
-
-    def look_at_storage(self) -> None:
-        """Every object of L3 whose checksum fits, and the cap."""
-        used = [0] * self.shelf.nodes
-        for id, stored in self.shelf.objects.items():
-            used[stored.node] += 1
-            if stored.whole:
-                self._right(id, stored.content)
-        if used != self.shelf.used or max(used) > self.shelf.capacity:
-            raise Violation(f"nodes hold {used} objects, count {self.shelf.used}, and may hold {self.shelf.capacity}")
+        if not is_of(content, self.contents.of_name(name, rank, id[:KEY_BYTES] + kind), self.floors.get(space_of(id), 0)):
+            raise Violation(f"rank {rank} writes an object of {name!r} to storage that is not what its id says, or from before a drop")
 
 
 def simulate(seed: int, steps: int, case: str | Case = "random") -> Tally:

@@ -10,6 +10,7 @@ from typing import Any
 from hicache_ray.errors import ConfigError
 from hicache_ray.settings import Settings, WritePolicy
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard
+from hicache_ray.storage.peers import ShardConfig
 
 PAGE = 8
 
@@ -26,6 +27,7 @@ class Case:
 
     ``grid``: in pages, 0: none. ``replicas``: cache groups over the one L3, spread over ``nodes``. ``faults``: 1 is the usual rate, 0 a
     world where nothing fails. ``calm``: no cancels, flushes and evictions, so that the cache is measured and not its interruptions.
+    ``shards``: L3 is sharded over the nodes, and each has its own view of them; without, it is of one mind.
     ``keeps``: the lower tiers have room for everything, so nothing that was cached once may be forgotten.
     """
 
@@ -44,6 +46,7 @@ class Case:
     faults: float = 1.0
     calm: bool = False
     keeps: bool = False
+    shards: ShardConfig | None = None
     max_requests: int = 6
     prompt_pages: int = 14
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +101,8 @@ def cases() -> Mapping[str, Case]:
         Case("four_ranks", {"full": _full(), "mla": _full(shard="replicated"), "state": _state(PAGE)}, ranks=4),
         roomy,
         replace(roomy, name="keeps_back", policy=WritePolicy.WRITE_BACK),
+        Case("shards", {"full": _full()}, replicas=3, nodes=4, shards=ShardConfig()),
+        Case("shards_twice", {"full": _full(), "swa": _window(20)}, replicas=2, nodes=3, shards=ShardConfig("home", 2)),
         Case("everything", {**hybrid, **more}, ranks=3),
     )
     return {case.name: case for case in listed}
@@ -122,10 +127,12 @@ def drawn(rng: random.Random) -> Case:
         pools["draft"] = component(rng.choice([Kind.FULL, Kind.WINDOW]), 24, role="draft", lookahead=rng.randint(0, 2))
     l1, l2, l3 = rng.randint(30, 60), rng.randint(1, 80), rng.choice([10, 100, 2000])
     replicas = rng.choice([1, 1, 1, 2, 3])
+    shards = ShardConfig(rng.choice(["writer", "home"]), rng.choice([1, 2])) if rng.random() < 0.2 else None
+    nodes = rng.randint(1, replicas) if shards is None else rng.randint(replicas, 5)
     return Case(
         "random", pools, rng.randint(1, 4), exact, grid, rng.choice(list(WritePolicy)), (l1, l1), (l2, l2), (l3, l3),
-        rng.choice([0, 0, 2 * PAGE, 5 * PAGE]), replicas, rng.randint(1, replicas), rng.choice([0.0, 0.5, 1.0, 1.0, 3.0]),
-        max_requests=rng.randint(2, 10), prompt_pages=rng.randint(3, 16),
+        rng.choice([0, 0, 2 * PAGE, 5 * PAGE]), replicas, nodes, rng.choice([0.0, 0.5, 1.0, 1.0, 3.0]),
+        max_requests=rng.randint(2, 10), prompt_pages=rng.randint(3, 16), shards=shards,
     )  # fmt: skip
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from hicache_ray.cache import Cache
 from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost
-from hicache_ray.keys import OTHER, is_other, page_of, tagged
+from hicache_ray.fetches import Fetch
+from hicache_ray.keys import OTHER, is_other, page_of, space_of, tagged
 from hicache_ray.lease import Place
 from hicache_ray.records import Lookup, Outcome
 from hicache_ray.resume import Limit, Match
 from hicache_ray.settings import Settings
-from hicache_ray.simulate_content import Prompt, Violation
+from hicache_ray.simulate_content import Prompt, Violation, is_of, same_page
 from hicache_ray.simulate_rank import Around, VirtualRank
 from hicache_ray.simulate_rule import longest
 from hicache_ray.simulate_watch import WatchedResidency
@@ -27,11 +30,14 @@ class WatchedCache(Cache):
         super().__init__(res, settings)
         self.twin = res.seen
         self.knew: dict[str, int] = {}
+        self._known_at: dict[str, int] = {}
 
     def match(self, job: Job) -> Match:
         out = super().match(job)
         rid = job.request.rid
-        if rid == self.engine_owner and rid not in self.knew:
+        # Where something was dropped meanwhile, the plan is made anew.
+        if rid == self.engine_owner and (rid not in self.knew or self._known_at[rid] != self.res.era):
+            self._known_at[rid] = self.res.era
             self.knew[rid] = self.naive(job, Tier.DEVICE, Tier.HOST)
             if out.longest(Tier.DEVICE, Tier.HOST) != self.knew[rid]:
                 raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(Tier.DEVICE, Tier.HOST)}")
@@ -61,16 +67,15 @@ class InStorage:
 
     def __contains__(self, item: object) -> bool:
         assert isinstance(item, tuple)
-        objects, key = self.around.shelf.objects, page_of(item[1])
-        found = (objects.get(key + tag) for tag in self.around.tags[tagged(item[0], is_other(item[1]))])
-        return all(o is not None and o.whole for o in found)
+        whole, key = self.around.shelf.whole, page_of(item[1])
+        return all(whole(key + tag) for tag in self.around.tags[tagged(item[0], is_other(item[1]))])
 
 
 @dataclass
 class Asked:
-    """A request, prefetch or flush under way.
+    """A request, prefetch, flush or drop under way.
 
-    ``told``: (component, name) that storage says it has, on all ranks; ``fetched``: what of that is asked for.
+    ``told``: (component, name) that storage says it has, on all ranks, as it was told last.
     """
 
     rid: str
@@ -83,7 +88,6 @@ class Asked:
     resumed: int | None = None
     cancelled: bool = False
     told: set[tuple[str, bytes]] = field(default_factory=set)
-    fetched: set[tuple[str, bytes]] = field(default_factory=set)
 
 
 class Checks:
@@ -127,23 +131,30 @@ class Checks:
         mark = OTHER.decode()
         for called, bits in outcome.found.items():
             name, kind = called.rstrip(mark), OTHER if called.endswith(mark) else b""
-            asked.told |= {(name, key + kind) for i, key in enumerate(record.keys) if all(b >> i & 1 for b in bits)}
+            said = [(name, key + kind) for key in record.keys]
+            asked.told.difference_update(said)  # asked once more, it is the last answer that counts
+            asked.told.update(one for i, one in enumerate(said) if all(b >> i & 1 for b in bits))
 
     def fetch(self, asked: Asked) -> None:
         """What is fetched makes a longer resume legal, and the longest that is known of, or the reason why not is told."""
         job, local = asked.job, (Tier.DEVICE, Tier.HOST)
-        if job is None or job.phase is Phase.LOOKUP or asked.cancelled:
-            return  # another lookup is under way
+        if job is None or job.phase is Phase.LOOKUP or asked.cancelled or not self.res.storage or self.res.stale(job.space, job.era):
+            return  # another lookup is under way, it waits for room, or what it was told counts for nothing any more
+        fetches = self.cache.restore.fetches.of(job)
+        coming = {item for f in fetches for item in _coming(f)}
         best = self.cache.naive(job, *local, more=asked.told)
-        planned = self.cache.naive(job, *local, more=asked.fetched)
+        planned = self.cache.naive(job, *local, more=coming)
         if planned < best and job.limit in (Limit.NONE, Limit.ABSENT):
             raise Violation(f"{asked.rid} could resume at {best} pages with what storage has, plans {planned}, and says: {job.limit.value}")
-        if not asked.fetched <= asked.told:
+        if any(np.any(flags) for f in fetches for flags in f.arrivals.missed):
+            return  # what it was told the first time was not there when it was read
+        begun = {item for f in fetches if f.rid == asked.rid for item in _coming(f)}
+        if not begun <= asked.told:
             raise Violation(f"{asked.rid} reads from storage what that has not said it has")
         # Canonical bytes are fetched although others are near, and what a draft needs; that makes no resume longer.
-        better = any(name + OTHER in self.res.seen.visible[(t, c)] for c, name in asked.fetched for t in local)
-        better |= any(self.around.spec[c].role == "draft" for c, _ in asked.fetched)
-        if asked.fetched and not better and planned <= self.cache.naive(job, *local):
+        better = any(name + OTHER in self.res.seen.visible[(t, c)] for c, name in begun for t in local)
+        better |= any(self.around.spec[c].role == "draft" for c, _ in begun)
+        if begun and not better and planned <= self.cache.naive(job, *local):
             raise Violation(f"{asked.rid} reads from storage what does not make its resume longer")
 
     def end(self, asked: Asked, event: Ended) -> None:
@@ -151,9 +162,9 @@ class Checks:
         if error is not None and not isinstance(error, GroupLost):
             fair = isinstance(error, Cancelled) and asked.cancelled
             fair |= isinstance(error, CapacityError) and "everything is in use" in str(error)
-            fair |= isinstance(error, EngineError) and ("injected" in str(error) or "deadline passed" in str(error))
-            fair |= isinstance(error, Busy) and asked.kind == "flush"
-            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush
+            fair |= isinstance(error, EngineError) and any(why in str(error) for why in ("injected", "deadline passed", "was detached"))
+            fair |= isinstance(error, Busy) and asked.kind in ("flush", "drop")
+            fair |= isinstance(error, Cancelled) and asked.kind == "prefetch"  # revoked by a flush or a drop
             if not fair:
                 raise Violation(f"{asked.kind} {asked.rid} ended with {type(error).__name__}: {error}")
         if asked.kind == "flush" and error is None:
@@ -172,22 +183,32 @@ class Checks:
             ids = asked.prompt.ahead[c.lookahead] if c.lookahead else asked.prompt.ids
             for page, digests in at.items():
                 for rank, digest in enumerate(digests):
-                    if int(digest) | 1 != self.around.contents.made(component, rank, ids[page], True):
+                    if not same_page(int(digest), self.around.contents.made(component, rank, ids[page], True)):
                         raise Violation(f"request {asked.rid}: the digest of page {page} of {component!r} on rank {rank} is of other bytes")
 
     def _flushed(self, asked: Asked) -> None:
         for place, names in self.res.seen.visible.items():
             if place[0] in asked.flushed and names:
                 raise Violation(f"the flush {asked.rid} has ended and {len(names)} pages of {place[1]!r} are still in {place[0].value}")
-        if self.alone and Tier.STORAGE in asked.flushed and self.around.shelf.objects:
-            raise Violation(f"the flush {asked.rid} has ended and {len(self.around.shelf.objects)} objects are still in storage")
+        if self.alone and Tier.STORAGE in asked.flushed and (left := self.around.shelf.starting(b"")):
+            raise Violation(f"the flush {asked.rid} has ended and {left} objects are still in storage")
+
+    def dropped(self, space: bytes) -> None:
+        """A drop is complete as far as this group goes: nothing of the space is in L1 or L2."""
+        for place, names in self.res.seen.visible.items():
+            left = sum(name.startswith(space) for name in names)
+            if left:
+                raise Violation(f"a namespace has been dropped and {left} pages of {place[1]!r} are still in {place[0].value}")
 
     def right(self, place: Place, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        of_name, component = self.around.contents.of_name, place[1]
+        of_name, component, floors = self.around.contents.of_name, place[1], self.around.floors
         for rank in self.ranks:
             pool = rank.pools[place]
             for name, slot in zip(names, slots, strict=True):
-                if pool[slot] != of_name(component, rank.rank, name):
+                named = of_name(component, rank.rank, name)
+                if pool[slot] != named or floors:
+                    if is_of(pool[slot], named, floors.get(space_of(name), 0)):
+                        continue
                     raise Violation(
                         f"rank {rank.rank}: a page of {component!r} is visible in {place[0].value} slot {slot} and its bytes are "
                         f"{self._said(pool[slot])}, not those of its name"
@@ -195,4 +216,12 @@ class Checks:
 
     @staticmethod
     def _said(content: int) -> str:
-        return "not complete" if content < 0 else "of another page, rank, component or kind"
+        return "not complete" if content < 0 else "of another page, rank, component or kind, or from before a drop"
+
+
+def _coming(fetch: Fetch) -> Iterator[tuple[str, bytes]]:
+    """(component, name) that a fetch has brought or may still bring, whoever has begun it."""
+    a = fetch.arrivals
+    for leg, arrived, missed in zip(a.moved.legs, a.arrived, a.missed, strict=True):
+        flags = arrived if fetch.finished else arrived | ~missed
+        yield from ((leg.component, name) for name, flag in zip(leg.keys, flags.tolist(), strict=True) if flag)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hicache_ray.records import Compute, Outcome
 from hicache_ray.settings import Settings
-from hicache_ray.simulate_content import GARBAGE, Contents, Prompt, Violation
+from hicache_ray.simulate_content import GARBAGE, GENERATION, Contents, Prompt, Violation, same_page
 from hicache_ray.spec import CacheSpec, Component
 
 
@@ -15,13 +15,16 @@ from hicache_ray.spec import CacheSpec, Component
 class Run:
     """A request that this rank computes. ``live``: what its running states are, ``partial``: its pages that are not full.
 
-    ``clean``: it began on the grid and has read canonical bytes only, so that whole chunks of its prefill are canonical.
+    ``clean``: it began on the grid and has read canonical bytes only, so that whole chunks of its prefill are canonical. ``generation``: of
+    what it makes; ``floor``: the least of what it may read.
     """
 
     live: int
     partial: int
     clean: bool
     end: int
+    generation: int = 0
+    floor: int = 0
 
 
 @dataclass
@@ -47,13 +50,13 @@ class Engine:
         self.pools = pools
         self.runs: dict[str, Run] = {}
 
-    def begin(self, record: Compute, prompt: Prompt, mark: int) -> Written:
-        """Check everything that is read; what is written becomes unreadable."""
+    def begin(self, record: Compute, prompt: Prompt, mark: int, generation: int, floor: int) -> Written:
+        """Check everything that is read; what is written becomes unreadable. ``generation``, ``floor``: of a run that begins."""
         run, first = self.runs.get(record.rid), False
         if run is None:
             first, grid = True, self.settings.grid
             clean = bool(grid) and record.start % grid == 0
-            run = self.runs[record.rid] = Run(self.contents.mark(), self.contents.mark(), clean, record.start)
+            run = self.runs[record.rid] = Run(self.contents.mark(), self.contents.mark(), clean, record.start, generation, floor)
         stop = record.start + len(record.feed)
         if record.start != run.end or record.feed.tolist() != prompt.values[record.start : stop]:
             raise Violation(f"request {record.rid} was told to run other tokens than its own at {record.start}")
@@ -118,7 +121,7 @@ class Engine:
         pool = self.pools[c.name]
         found = pool[slot] if slot >= 0 else None
         wanted = None if number is None else self.contents.made(c.name, self.rank, number, False)
-        if found is None or wanted is None or found | 1 != wanted | 1:
+        if found is None or wanted is None or not same_page(found, wanted, work.run.floor if first else 0):
             # Of what nobody can name yet only its maker may read.
             if found is not None and wanted is None and found == work.run.partial and not first:
                 work.reads.append((pool, slot, found))
@@ -163,7 +166,7 @@ class Engine:
             return run.partial
         grid = self.settings.grid
         whole = bool(grid) and first and run.clean and end <= (record.start + len(record.feed)) // grid * grid
-        return self.contents.made(c.name, self.rank, number, whole or c.role == "draft")
+        return self.contents.made(c.name, self.rank, number, whole or c.role == "draft") + run.generation * GENERATION
 
     def _number(self, c: Component, prompt: Prompt, end: int) -> int | None:
         """What the page (snapshot) that ends with token ``end`` stands for; None where the tokens that it depends on are not known."""

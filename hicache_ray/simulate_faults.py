@@ -6,15 +6,13 @@ import random
 from collections.abc import Callable, Sequence
 
 from hicache_ray.simulate_group import Member
-from hicache_ray.simulate_store import Link, Shelf
-
-Later = Callable[[float, Callable[[], None]], None]
+from hicache_ray.simulate_store import Later, Link, Storage
 
 
 class Faults:
     """Over the groups and the store of a world. ``later(seconds, call)`` has something happen afterwards."""
 
-    def __init__(self, rng: random.Random, members: Sequence[Member], shelf: Shelf, later: Later) -> None:
+    def __init__(self, rng: random.Random, members: Sequence[Member], shelf: Storage, later: Later) -> None:
         self.rng = rng
         self.members = members
         self.shelf = shelf
@@ -34,7 +32,7 @@ class Faults:
 
     def mend(self) -> None:
         """Nothing is wrong any more, as far as it lasts."""
-        self.shelf.unreachable.clear()
+        self.shelf.mend()
         for member in self.members:
             for link in self._links(member):
                 link.slow, link.cut_until, link.throws_until, link.hung, link.torn = 1.0, 0.0, 0.0, 0.0, 0.0
@@ -94,12 +92,10 @@ class Faults:
         self.later(self._while(0.6), over)
 
     def flipped_bits(self) -> None:
-        for id in self.shelf.some(self.rng, self.rng.choice([1, 3, 30])):
-            self.shelf.objects[id].whole = False
+        self.shelf.flip(self.rng, self.rng.choice([1, 3, 30]))
 
     def lost_objects(self) -> None:
-        for id in self.shelf.some(self.rng, self.rng.choice([1, 5, 50])):
-            self.shelf.drop(id)
+        self.shelf.lose(self.rng, self.rng.choice([1, 5, 50]))
 
     def crashed_node(self) -> None:
         self.shelf.crash(self.rng.randrange(self.shelf.nodes))
@@ -108,9 +104,8 @@ class Faults:
         if self.shelf.nodes == 1:
             return
         one, other = self.rng.sample(range(self.shelf.nodes), 2)
-        pair = {(one, other), (other, one)}
-        self.shelf.unreachable |= pair
-        self.later(self._while(1.0), lambda: self.shelf.unreachable.difference_update(pair))
+        self.shelf.split(one, other, True)
+        self.later(self._while(1.0), lambda: self.shelf.split(one, other, False))
 
     def slow_rank(self) -> None:
         speed = self.rng.choice(self._member().ranks).speed

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from hicache_ray.errors import Busy, CapacityError, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.records import Clear, Lane, Lookup, Move, Outcome, lane_of
+from hicache_ray.records import Clear, Lane, Lookup, Outcome, lane_of
 from hicache_ray.simulate_cases import Case
 from hicache_ray.simulate_checks import Asked, Checks, WatchedCache
 from hicache_ray.simulate_content import EMPTY, Prompt, Violation, guarded, violation_of
 from hicache_ray.simulate_rank import Around, Op, VirtualRank
-from hicache_ray.simulate_store import Fate, Link, fate
+from hicache_ray.simulate_store import Clearing, Fate, Link, StorageFailed, fate
 from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import Tier
 from hicache_ray.story import Dropped, Report, Request, Sampled
@@ -43,6 +44,9 @@ class Member:
         self.doubled = 0.0  # share of reports that arrive twice
         self.stale: dict[tuple[int, int], Callable[[], None]] = {}  # reports of old incarnations, by rank and record
         self._tick_at: float | None = None
+        self.attached = True
+        self.dropped: Callable[[Dropped], None] = lambda event: None
+        self.drop_over: Callable[[str], None] = lambda name: None
         self.checks = Checks(around, self.ranks, case.keeps, case.replicas == 1)
         self._begin_incarnation()
 
@@ -64,6 +68,7 @@ class Member:
         self.open: set[int] = set()
         self.done: set[int] = set()
         self._tick_at = None
+        self.attached = True
 
     def restart(self, why: str) -> None:
         """The ranks or the coordinator are lost. What ranks do ends before the next incarnation begins; its reports come when they come."""
@@ -98,7 +103,7 @@ class Member:
         """Submit or prefetch; False where it was refused."""
         if rid in self.asked:
             return False  # it was preempted, and is not over yet
-        self.prompts[rid] = prompt
+        self.prompts[rid], self.around.born[rid] = prompt, self.around.contents.generations.get(prompt.space, 0)
         asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens), begun=self.clock())
         full = len(self.group.active()) >= self.max_requests
         try:
@@ -122,8 +127,28 @@ class Member:
             return
         except Inconsistent as error:
             raise violation_of(error) from error
+        # Of what is taken away nothing can be emptied.
+        tiers = [tier for tier in tiers if self.attached or tier is not Tier.STORAGE]
         self.asked[name] = Asked(name, "flush", None, 0, flushed=tiers, begun=self.clock())
         self.after()
+
+    def drop(self, space: bytes, timeout_s: float, hold: bool) -> str:
+        """Begin to drop a space; the drop's name. The caller goes on with :meth:`after`."""
+        try:
+            name = self.group.drop_space(space, timeout_s, hold)
+        except (Busy, Inconsistent) as error:  # nobody else drops
+            raise violation_of(error) from error
+        self.asked[name] = Asked(name, "drop", None, 0, begun=self.clock())
+        return name
+
+    def attach(self, there: bool) -> None:
+        """L3 is taken away, or there again. While it is away the group asks nothing of it."""
+        if there is self.attached:
+            return
+        self.attached = there
+        for asked in self.asked.values():
+            asked.flushed = [tier for tier in asked.flushed if tier is not Tier.STORAGE]
+        self.act(self.group.attach if there else self.group.detach)
 
     def act(self, call: Callable[[], None]) -> None:
         """Any other call of the group."""
@@ -146,11 +171,11 @@ class Member:
             raise Violation(f"record {record.id} was given to rank {envelope.rank} twice")
         self.sent.add(token)
         self.open.add(record.id)
+        if not self.attached and lane_of(record) in (Lane.ASK, Lane.STORAGE):
+            raise Violation(f"record {record.id} of {getattr(record, 'rid', '')} goes to storage, which was detached")
         rid = getattr(record, "rid", "")
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
             self.checks.resume(self.asked[rid], record.start)  # type: ignore[union-attr]
-        if isinstance(record, Move) and record.source is Tier.STORAGE and rid in self.asked:
-            self.asked[rid].fetched = {(span.component, name) for span in record.spans for name in span.keys}
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
         if token in self.stale:  # the worst moment for it
             self.schedule(0.002 * self.around.rng.random(), self.stale.pop(token))
@@ -172,7 +197,13 @@ class Member:
                 continue
             op = self.ranks[lane[0]].begin(envelope, self.clock())
             self.ops[id(op)] = (lane[0], op)
+            for _ in range(min(op.batches, 2)):
+                self.schedule(op.fate.seconds * self.around.rng.random(), partial(self._go_on, lane, op))
             self.schedule(op.fate.seconds, partial(self._end, lane, op))
+
+    def _go_on(self, lane: tuple[int, Lane], op: Op) -> None:
+        if op.envelope.incarnation == self.incarnation:
+            self.ranks[lane[0]].go_on(op)
 
     def _end(self, lane: tuple[int, Lane], op: Op) -> None:
         if op.envelope.incarnation != self.incarnation:
@@ -186,16 +217,37 @@ class Member:
         """Questions to L3 as a whole. What a lookup says was true when it began; a clear happens when it ends."""
         record, rng = envelope.record, self.around.rng
         what = fate(self.link, rng, self.clock(), 4, record.timeout_s)
-        told = {} if what.error or not isinstance(record, Lookup) else self.around.look_up(record)
-        self.schedule(what.seconds, lambda: self._answer(lane, envelope, what, told))
+        told: Mapping[str, tuple[int, ...]] = {}
+        clearing: Clearing | None = None
+        if isinstance(record, Clear):
+            clearing = self.around.shelf.clear(self.around.node, record.prefix, record.timeout_s)
+            self.clear(clearing, what.seconds, lambda count, error: self._answer(lane, envelope, what, Outcome(error=error, count=count)))
+            return
+        if not what.error and isinstance(record, Lookup):
+            told = self.around.look_up(record)
+        self.schedule(what.seconds, lambda: self._answer(lane, envelope, what, Outcome(found=told)))
 
-    def _answer(self, lane: tuple[int, Lane], envelope: Envelope, what: Fate, told: Mapping[str, tuple[int, ...]]) -> None:
+    def clear(self, clearing: Clearing, seconds: float, then: Callable[[int, str], None]) -> None:
+        """A clear takes its time, and goes on where it is called off. ``then(count, error)`` when it ends."""
+
+        def go_on() -> None:
+            try:
+                next(clearing)
+            except StopIteration as end:
+                then(end.value, "")
+            except StorageFailed as failure:
+                then(0, str(failure))
+            else:
+                self.schedule(seconds * (0.2 + 0.6 * self.around.rng.random()), go_on)
+
+        go_on()
+
+    def _answer(self, lane: tuple[int, Lane], envelope: Envelope, what: Fate, outcome: Outcome) -> None:
         if envelope.incarnation != self.incarnation:
             return
         self.busy[lane] -= 1
-        if isinstance(envelope.record, Clear) and (not what.error or self.around.rng.random() < 0.5):
-            self.around.shelf.clear()
-        self._report(envelope, Outcome(found=told, error=what.error))
+        error = what.error or outcome.error
+        self._report(envelope, replace(outcome, found={} if error else outcome.found, error=error))
         self._next(lane)
 
     def _report(self, envelope: Envelope, outcome: Outcome) -> None:
@@ -259,7 +311,10 @@ class Member:
 
     def _collect(self, group: Group) -> None:
         for event in group.events():
-            if isinstance(event, Sampled | Dropped):
+            if isinstance(event, Sampled):
+                continue
+            if isinstance(event, Dropped):
+                self.dropped(event)
                 continue
             asked = self.asked.pop(event.rid, None)
             if asked is None:
@@ -269,8 +324,11 @@ class Member:
             self.checks.end(asked, event)
             self.cache.knew.pop(event.rid, None)
             self.prompts.pop(event.rid, None)
+            self.around.born.pop(event.rid, None)
             for rank in self.ranks:
                 rank.engine.runs.pop(event.rid, None)
+            if asked.kind == "drop":
+                self.drop_over(event.rid)
             self.ended(asked, event.report)
 
     # -- at rest ----------------------------------------------------------------------------------------------------------------------

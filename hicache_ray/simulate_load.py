@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from hicache_ray.keys import Namespace
+from hicache_ray.records import Embedded
 from hicache_ray.simulate_cases import PAGE, Case
 from hicache_ray.simulate_content import Contents, Prompt
+from hicache_ray.simulate_drop import Drops
 from hicache_ray.simulate_group import Member
+from hicache_ray.simulate_store import Later
 from hicache_ray.spec import Tier
+from hicache_ray.store import SPACE_BYTES
 from hicache_ray.story import Request, Wait
-
-Later = Callable[[float, Callable[[], object]], None]
 
 #: Prompts that are asked for at any time; the oldest make way for new ones.
 LIVE = 20
 #: Share of prompts that fork from another one, at any token.
 FORKS = 0.7
+#: Share of prompts in which something is embedded.
+EMBEDDED = 0.15
 
 
 class Load:
     """Arrivals over the groups of a world."""
 
-    def __init__(self, rng: random.Random, case: Case, contents: Contents, members: Sequence[Member], later: Later) -> None:
+    def __init__(self, rng: random.Random, case: Case, contents: Contents, members: Sequence[Member], drops: Drops, later: Later) -> None:
         self.rng = rng
         self.case = case
         self.contents = contents
         self.members = members
+        self.drops = drops
         self.later = later
-        self.spaces = [Namespace("simulated", page_size=PAGE), Namespace("simulated", page_size=PAGE, salt="another tenant")]
+        self.spaces = [Namespace("simulated", page_size=PAGE), Namespace("simulated", page_size=PAGE, salt="another", tenant="another")]
         self.prompts: list[Prompt] = []
         self.count = 0
         for _ in range(LIVE):
@@ -45,9 +50,22 @@ class Load:
             head, space = parent.values[: rng.randint(0, len(parent.values))], parent.namespace if rng.random() < 0.9 else space
         fresh = [rng.getrandbits(24) for _ in range(rng.randint(2, longest))]
         # A decode runs a few tokens further than the longest prompt.
-        self.prompts.append(self.contents.prompt(space, (head + fresh)[:longest] + [rng.getrandbits(24) for _ in range(4)]))
+        tokens = (head + fresh)[:longest] + [rng.getrandbits(24) for _ in range(4)]
+        self.prompts.append(self.contents.prompt(space, tokens, self._spans(parent, len(head), len(tokens))))
         if len(self.prompts) > LIVE:
             del self.prompts[rng.randrange(LIVE // 2)]
+
+    def _spans(self, parent: Prompt | None, shared: int, count: int) -> list[Embedded]:
+        """In the first half: a prompt does not end inside of what is embedded. Where prompts share tokens they do not always share that."""
+        rng = self.rng
+        spans = [s for s in parent.spans if s.start + s.count <= min(shared, count // 2)] if parent is not None else []
+        if spans and rng.random() < 0.3:
+            spans.pop()
+        if rng.random() < EMBEDDED and count >= 4:
+            start = rng.randint(0, count // 2 - 1)
+            span = Embedded(start, rng.randint(1, min(20, count // 2 - start)), rng.randbytes(16))
+            spans += [] if any(s.touches(span.start, span.start + span.count) for s in spans) else [span]
+        return spans
 
     def arrive(self) -> None:
         """One thing that somebody asks for."""
@@ -60,10 +78,14 @@ class Load:
             self.request(member)
         elif what < 0.93:
             self._prefetch(member)
-        elif what < 0.975:
+        elif what < 0.965:
             self._evict(member)
-        else:
+        elif what < 0.985:
             self._flush(member)
+        elif what < 0.992:
+            self.drops.begin(rng.choice(self.spaces).digest()[:SPACE_BYTES])
+        else:
+            self._detach(member)
 
     def _ask(self, kind: str) -> tuple[str, Prompt, Request]:
         rng = self.rng
@@ -71,9 +93,13 @@ class Load:
         prompt.uses += 1
         new = min(rng.choice([1, 1, 2, 5, 14]), len(prompt.values) - 1)
         count = len(prompt.values) - new if rng.random() < 0.7 else rng.randint(1, len(prompt.values) - new)
+        begun = max((s.start + s.count for s in prompt.spans), default=0)
+        if count < begun:
+            count, new = begun, min(new, len(prompt.values) - begun)
         limit = rng.randint(0, count) if rng.random() < 0.05 else None
         rid = f"{kind[0]}{self.count}"
-        return rid, prompt, Request(rid, prompt.tokens[:count], prompt.namespace, new, limit, digests=rng.random() < 0.1)
+        digests = rng.random() < 0.1
+        return rid, prompt, Request(rid, prompt.tokens[:count], prompt.namespace, new, limit, digests, prompt.spans)
 
     def request(self, member: Member) -> None:
         rid, prompt, request = self._ask("request")
@@ -129,9 +155,15 @@ class Load:
         tiers = [t for t in Tier if rng.random() < (0.3 if t is Tier.STORAGE else 0.6)]
         member.flush(tiers, rng.choice([None, 0.05, 5.0]))
 
+    def _detach(self, member: Member) -> None:
+        """L3 is taken away from a group for a while."""
+        member.attach(False)
+        self.later(self.rng.random() * 0.6, lambda: member.attach(True))
+
     def let_go(self) -> None:
-        """Nobody holds anything any more."""
+        """Nobody holds anything any more, and L3 is there."""
         for member in self.members:
+            member.attach(True)
             for rid, asked in list(member.asked.items()):
                 if asked.kind == "prefetch":
                     self._cancel(member, rid)

@@ -1,14 +1,15 @@
 """One rank in virtual time: executes records over pools of contents, and complains about every byte that is not what it should be.
 
 A record takes time: it *begins* (its targets become unreadable, what it reads is noted) and *ends* (what it read must still be the same,
-nobody else may have written to its targets). Between the two everything else happens. A call that is abandoned has the same two ends.
+nobody else may have written to its targets). Between the two everything else happens; what goes to or comes from L3 does so batch after
+batch on the way. A call that is abandoned has the same two ends.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hicache_ray.group import Envelope
 from hicache_ray.keys import is_other, page_of, tagged
@@ -17,7 +18,7 @@ from hicache_ray.records import Compute, Digest, Lane, Lookup, Move, Outcome, Re
 from hicache_ray.settings import Settings
 from hicache_ray.simulate_content import EMPTY, GARBAGE, Contents, Prompt, Violation
 from hicache_ray.simulate_engine import Engine, Written
-from hicache_ray.simulate_store import Fate, Link, Shelf, fate
+from hicache_ray.simulate_store import Fate, Link, Storage, StorageFailed, fate
 from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import CacheSpec, Shard, Tier
 
@@ -32,37 +33,48 @@ class Speed:
 
 @dataclass(frozen=True)
 class Around:
-    """What the ranks of a group know of their world. ``capacity``: slots per place. ``prompts``: by request."""
+    """What the ranks of a group know of their world. ``capacity``: slots per place. ``prompts``: by request.
+
+    ``floors``: of each space that has been dropped, the least generation of bytes that may be seen. ``born``: generation by request.
+    """
 
     spec: CacheSpec
     settings: Settings
     capacity: Mapping[Place, int]
     contents: Contents
-    shelf: Shelf
+    shelf: Storage
     node: int
     tags: Mapping[str, tuple[bytes, ...]]
     prompts: dict[str, Prompt]
     rng: random.Random
+    floors: dict[bytes, int] = field(default_factory=dict)
+    born: dict[str, int] = field(default_factory=dict)
 
     def look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
         """What L3 answers now: per component, one bitset for each rank."""
-        known: dict[bytes, int] = {}
-        for tag in {t: None for c in record.components for t in self.tags[c]}:
-            known[tag] = self.shelf.lookup(self.node, record.keys, tag)
+        wanted = list(dict.fromkeys(t for c in record.components for t in self.tags[c]))
+        known = self.shelf.lookup(self.node, record.keys, wanted, record.timeout_s)
         return {c: tuple(known[t] for t in self.tags[c]) for c in record.components}
 
 
 @dataclass
 class Op:
-    """A record that a rank is executing."""
+    """A record that a rank is executing.
+
+    To and from L3: ``going`` is the rest of it, ``batches`` how many calls it makes, ``bits`` and ``got`` (slot -> content) what has come
+    of each span so far.
+    """
 
     envelope: Envelope
     lane: Lane
     mark: int
     fate: Fate
-    epoch: int
     read: list[list[int]] = field(default_factory=list)
     work: Written | None = None
+    bits: list[int] = field(default_factory=list)
+    got: list[dict[int, int]] = field(default_factory=list)
+    batches: int = 0
+    going: Generator[None, None, None] | None = None
 
     @property
     def record(self) -> Record:
@@ -86,9 +98,10 @@ class VirtualRank:
     def begin(self, envelope: Envelope, now: float) -> Op:
         """The rank takes a record up."""
         record, rng = envelope.record, self.around.rng
-        op = Op(envelope, lane_of(record), self.around.contents.mark(), Fate(0.0), self.around.shelf.epoch)
+        op = Op(envelope, lane_of(record), self.around.contents.mark(), Fate(0.0))
         if isinstance(record, Compute):
-            op.work = self.engine.begin(record, self.around.prompts[record.rid], op.mark)
+            prompt, around = self.around.prompts[record.rid], self.around
+            op.work = self.engine.begin(record, prompt, op.mark, around.born.get(record.rid, 0), around.floors.get(prompt.space, 0))
             self._check_pins(op)
             seconds = 0.002 + 0.0002 * (len(record.feed) + 3 * record.steps)
             op.fate = Fate(seconds * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
@@ -117,6 +130,7 @@ class VirtualRank:
         rng = self.around.rng
         if op.lane is Lane.STORAGE:
             op.fate = fate(self.link, rng, now, items, record.timeout_s)
+            self._begin_calls(op, record)
         else:
             op.fate = Fate((0.0005 + 0.0001 * items) * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
 
@@ -138,10 +152,9 @@ class VirtualRank:
             told = {c: tuple(str(pools[(Tier.DEVICE, c)][s]) for s in slots.tolist()) for c, slots in record.slots.items()}
             return Outcome(digests=told)
         assert isinstance(record, Move)
-        if record.source is Tier.STORAGE:
-            return self._end_read(op, record)
-        self._check_sources(op, record)
-        return self._end_write(op, record) if record.target is Tier.STORAGE else self._end_copy(op, record)
+        if record.source is not Tier.STORAGE:
+            self._check_sources(op, record)
+        return self._end_copy(op, record) if op.going is None else self._end_calls(op, record)
 
     def _check_sources(self, op: Op, record: Move) -> None:
         for span, before in zip(record.spans, op.read, strict=True):
@@ -172,39 +185,69 @@ class VirtualRank:
             bits.append(good)
         return Outcome(bits=tuple(bits), error=op.fate.error)
 
-    def _end_write(self, op: Op, record: Move) -> Outcome:
+    # -- to and from L3 -------------------------------------------------------------------------------------------------------------
+
+    def _begin_calls(self, op: Op, record: Move) -> None:
+        """Calls of up to so many objects each, one after the other; the first begins now."""
+        total = sum(map(len, record.spans))
+        left, most = int(op.fate.done * total) if op.fate.done < 1.0 else total, self.around.rng.choice([2, 5, 128])
+        op.bits = [0] * len(record.spans)
+        op.going = self._reading(op, record, left, most) if record.source is Tier.STORAGE else self._writing(op, record, left, most)
+        op.batches = sum((len(span) + most - 1) // most for span in record.spans)
+        self.go_on(op)
+
+    @staticmethod
+    def go_on(op: Op) -> None:
+        """The next moment of a record's calls."""
+        if op.going is not None:
+            next(op.going, None)
+
+    def _writing(self, op: Op, record: Move, left: int, most: int) -> Generator[None, None, None]:
         """L2 to L3, span after span; where the call ends early, what has landed of the span under way is not claimed."""
         shelf, node, rng = self.around.shelf, self.around.node, self.around.rng
-        left, bits = self._budget(op, record), []
-        for span, contents in zip(record.spans, op.read, strict=True):
-            done = 0
-            for i, name in enumerate(span.keys[:left]):
-                if not self._writes(span.component, name):
-                    done |= 1 << i
-                    continue
-                whole = not (self.link.torn and rng.random() < self.link.torn)
-                done |= shelf.put(node, self._id(span.component, name), contents[i], op.epoch, whole) << i
-            bits.append(done if left >= len(span) else 0)
+        for at, (span, contents) in enumerate(zip(record.spans, op.read, strict=True)):
+            mine = [i for i, name in enumerate(span.keys[:left]) if self._writes(span.component, name)]
+            done = ((1 << min(left, len(span))) - 1) ^ sum(1 << i for i in mine)
+            for batch in _batches(mine, most):
+                whole = [not (self.link.torn and rng.random() < self.link.torn) for _ in batch]
+                ids = [self._id(span.component, span.keys[i]) for i in batch]
+                try:
+                    put = yield from shelf.write(node, ids, [contents[i] for i in batch], whole, record.timeout_s)
+                except StorageFailed as failure:
+                    op.fate = replace(op.fate, error=str(failure))
+                    return
+                done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
+            op.bits[at] = done if left >= len(span) else 0
             left = max(0, left - len(span))
-        return Outcome(bits=tuple(bits), error=op.fate.error)
 
-    def _end_read(self, op: Op, record: Move) -> Outcome:
-        """L3 to L2."""
+    def _reading(self, op: Op, record: Move, left: int, most: int) -> Generator[None, None, None]:
+        """L3 to L2. What has arrived is looked at when the record ends."""
         shelf, node = self.around.shelf, self.around.node
-        left, bits = self._budget(op, record), []
-        for span in record.spans:
-            done = 0
-            for i, (name, slot) in enumerate(zip(span.keys, span.target.tolist(), strict=True)):
-                got = shelf.get(node, self._id(span.component, name)) if i < left else None
-                self._own_target(op, record, span, slot)[slot] = GARBAGE if got is None else got
-                done |= (got is not None) << i
-            bits.append(done if left >= len(span) else 0)
+        for at, span in enumerate(record.spans):
+            op.got.append({})
+            slots, done = span.target.tolist(), 0
+            for batch in _batches(range(len(span))[:left], most):
+                try:
+                    got = yield from shelf.read(node, [self._id(span.component, span.keys[i]) for i in batch], record.timeout_s)
+                except StorageFailed as failure:
+                    op.fate = replace(op.fate, error=str(failure))
+                    return
+                for i, content in zip(batch, got, strict=True):
+                    if content is not None:
+                        op.got[at][slots[i]] = content
+                        done |= 1 << i
+            op.bits[at] = done if left >= len(span) else 0
             left = max(0, left - len(span))
-        return Outcome(bits=tuple(bits), error=op.fate.error)
 
-    def _budget(self, op: Op, record: Move) -> int:
-        """Items that the call came to."""
-        return int(op.fate.done * sum(map(len, record.spans))) if op.fate.done < 1.0 else 1 << 30
+    def _end_calls(self, op: Op, record: Move) -> Outcome:
+        for _ in op.going or ():
+            pass
+        if record.source is Tier.STORAGE:
+            op.got += [{}] * (len(record.spans) - len(op.got))
+            for span, got in zip(record.spans, op.got, strict=True):
+                for slot in span.target.tolist():
+                    self._own_target(op, record, span, slot)[slot] = got.get(slot, GARBAGE)
+        return Outcome(bits=tuple(op.bits), error=op.fate.error)
 
     def _writes(self, component: str, name: bytes) -> bool:
         """Whether this rank writes a page: of replicated ones each has one writer, as the executor of a real rank has it."""
@@ -226,3 +269,7 @@ class VirtualRank:
         elif op.work is not None:
             for component, slots in op.work.touched.items():
                 pinned((Tier.DEVICE, component), slots)
+
+
+def _batches(items: Sequence[int], most: int) -> list[Sequence[int]]:
+    return [items[start : start + most] for start in range(0, len(items), most)]

@@ -54,14 +54,14 @@ class SlotPool:
     def pin(self, slots: Slots) -> None:
         """Protect slots that are held or cached."""
         before = self._pins[slots]
-        if np.any((before == 0) & (self._owner[slots] == NOBODY)):
+        if ((before == 0) & (self._owner[slots] == NOBODY)).any():
             raise Inconsistent("a free slot was pinned")
         self.idle -= int(np.count_nonzero(before == 0))
         np.add.at(self._pins, slots, 1)
 
     def release(self, slots: Slots) -> None:
         """Take one pin back. Slots nobody owns and nobody pins become free."""
-        if np.any(self._pins[slots] <= 0):
+        if (self._pins[slots] <= 0).any():
             raise Inconsistent("a slot was released that is not pinned")
         np.subtract.at(self._pins, slots, 1)
         bare = slots[self._pins[slots] == 0]
@@ -71,14 +71,14 @@ class SlotPool:
 
     def publish(self, slots: Slots, entries: npt.NDArray[np.int32]) -> None:
         """Held slots become the cached pages of ``entries``."""
-        if np.any(self._pins[slots] <= 0) or np.any(self._owner[slots] != NOBODY):
+        if (self._pins[slots] <= 0).any() or (self._owner[slots] != NOBODY).any():
             raise Inconsistent("only a held slot can be published, and only once")
         self._owner[slots] = entries
         self.cached += len(slots)
 
     def withdraw(self, slots: Slots) -> None:
         """Cached slots lose their owner: free at once, or held until the last pin goes."""
-        if np.any(self._owner[slots] == NOBODY):
+        if (self._owner[slots] == NOBODY).any():
             raise Inconsistent("a slot was withdrawn that is not cached")
         self._owner[slots] = NOBODY
         self.cached -= len(slots)

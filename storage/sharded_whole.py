@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -78,10 +78,22 @@ def clear(asked: Asked, again: Callable[[], Asked], prefix: bytes) -> int:
 
     Between the fence and the end, entries may be made of bytes that are still there; so the homes forget a second time.
     """
+    steps = clearing(asked, again, prefix)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return int(end.value)
+
+
+def clearing(asked: Asked, again: Callable[[], Asked], prefix: bytes) -> Generator[None, None, int]:
+    """The same; what others do at the same time may come in between wherever it yields."""
     gone = 0
     while True:
         on_all(asked, "the clear", lambda node, left: node.directory.forget(prefix, left))
+        yield
         gone += sum(on_all(asked, "the clear", lambda node, left: node.store.clear(left, prefix)))
+        yield
         on_all(asked, "the clear", lambda node, left: node.directory.forget(prefix, left))
         version, asked = asked.view.version, again()
         if asked.view.version == version:

@@ -8,7 +8,7 @@ where the home cannot say. So the worst that this does is to lose a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_ray.errors import StoreError
@@ -48,10 +48,21 @@ class Writing:
 
     def run(self) -> int:
         """Bitset of what is visible on at least one node. Raises StoreError where no node took anything and one failed."""
+        for _ in self.steps():
+            pass
+        return self.visible()
+
+    def steps(self) -> Iterator[None]:
+        """All of it; what others do at the same time may come in between wherever it yields."""
         homes = by_home(self.asked.view, self.ids)
         since = self._epochs([home for home in homes if home is not None])
+        yield
         self._store(self._plan(homes, since))
+        yield
         self._announce(homes, since)
+
+    def visible(self) -> int:
+        """Of a put that has ended; see :meth:`run`."""
         out = 0
         for held in self.stored.values():
             out |= held

@@ -28,9 +28,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
         *("host_memory", "machine", "sizing_plan"),
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
-        *("explain", "metrics", "simulate", "sizing", "replay", "trace"),
-        *("simulate_cases", "simulate_checks", "simulate_content", "simulate_engine", "simulate_faults", "simulate_group", "simulate_load"),
-        *("simulate_rank", "simulate_report", "simulate_rule", "simulate_store", "simulate_watch"),
+        *("explain", "metrics", "replay", "simulate", "sizing", "trace"),
+        *("simulate_cases", "simulate_checks", "simulate_content", "simulate_drop", "simulate_engine", "simulate_faults"),
+        *("simulate_group", "simulate_load", "simulate_node", "simulate_rank", "simulate_report", "simulate_rule", "simulate_shards"),
+        *("simulate_store", "simulate_watch"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_plot", "cli_replay", "cli_sim", "cli_size", "cli_tables", "cli_verify"),
 }

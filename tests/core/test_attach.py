@@ -7,8 +7,8 @@ import pytest
 from hicache_ray.records import Lane, Lookup, Move, lane_of
 from hicache_ray.resume import Limit
 from hicache_ray.spec import Tier
-from hicache_ray.testing import Served
-from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, is_move
+from hicache_ray.testing import Served, Stack, full
+from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, is_move, prompt
 from tests.core.scenes import DECODED, FETCH, PREFETCH, SCENES, A, B, Scene, all_is_well_and_the_next_request_too, go_on, hybrid
 
 
@@ -119,4 +119,24 @@ def test_a_flush_of_storage_that_is_taken_away_fails() -> None:
     (end,) = ended(stack, name)
     assert "storage was detached" in str(end.error)
     stack.settle()
+    at_rest(stack)
+
+
+def test_a_detach_between_two_lookups_takes_back_what_the_first_has_said() -> None:
+    """A component that looks ahead is asked for under keys of its own."""
+    stack = Stack(pools={"full": full(), "draft": full(role="draft", lookahead=1)}, l1=40, l2=40)
+    tokens = prompt(1, 64 * 8 + 1)
+    stack.put(tokens)
+    stack.settle()
+    stack.flush()
+    steps = Steps(stack)
+    stack.begin(tokens, "r")
+    steps.queue.insert(0, steps.until(lambda e: isinstance(e.record, Lookup)))
+    steps.next()
+    second = steps.until(lambda e: isinstance(e.record, Lookup))
+    stack.detach()
+    steps.queue.append(second)
+    steps.settle()
+    assert not any(is_move(e, Tier.STORAGE, Tier.HOST) for e in steps.seen)
+    assert stack.served["r"] == Served(0, 0, 0, len(tokens))
     at_rest(stack)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hicache_ray import compute, evict, group, lengths, plan, transfer
+from hicache_ray import compute, evict, group, keys, lengths, plan, transfer
 from hicache_ray.group import Group
 from hicache_ray.lease import Leases
 from hicache_ray.records import Outcome
@@ -16,6 +16,7 @@ from hicache_ray.simulate import Failed, simulate
 from hicache_ray.simulate_cases import Case, cases
 from hicache_ray.simulate_store import Shelf
 from hicache_ray.slots import SlotPool
+from hicache_ray.storage.announcer import Announcer
 
 #: Events within which a planted fault must be found, over all seeds that are tried.
 EVENTS = 24_000
@@ -227,20 +228,69 @@ def evict_without_rescue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(evict, "only_here", lambda res, victims, tried: {})
 
 
+def a_drop_forgets_what_is_under_way(patch: pytest.MonkeyPatch) -> None:
+    """What began before a drop becomes visible after it."""
+    patch.setattr(Residency, "stale", lambda self, name, era: False)
+
+
+def a_drop_waits_for_no_writer(patch: pytest.MonkeyPatch) -> None:
+    """L3 is cleared while records of the space are on their way to it."""
+    patch.setattr(Group, "_storing", lambda self, space=b"": [])
+
+    def write(self, node, ids, contents, whole, timeout_s):  # type: ignore[no-untyped-def]
+        yield  # a store that has no fence against late writers
+        return (yield from real(self, node, ids, contents, whole, timeout_s))
+
+    real = Shelf.write
+    patch.setattr(Shelf, "write", write)
+
+
+def detached_in_name_only(patch: pytest.MonkeyPatch) -> None:
+    """Records go to a store that was taken away."""
+    detach = Group.detach
+
+    def stay(self):  # type: ignore[no-untyped-def]
+        detach(self)
+        self.cache.res.storage = True
+
+    patch.setattr(Group, "detach", stay)
+
+
+def blind_to_what_is_embedded(patch: pytest.MonkeyPatch) -> None:
+    """Prompts of the same tokens are the same, whatever their images."""
+    patch.setattr(keys, "_embedded", lambda spans, begin, end: b"")
+
+
+def homes_are_told_once(patch: pytest.MonkeyPatch) -> None:
+    """A home that is new to a group is not told what there is."""
+    plan_once = Announcer._plan
+
+    def once(self, view):  # type: ignore[no-untyped-def]
+        if self._told is None:
+            plan_once(self, view)
+
+    patch.setattr(Announcer, "_plan", once)
+
+
 PLANTS: tuple[Plant, ...] = (
     publish_before_completion, release_twice, forget_a_release, minimum_of_lengths, skip_checksums, or_over_ranks, stale_reports_count,
     slots_free_at_the_deadline, evict_what_is_leased, canonical_by_name_only, keep_all_that_arrived, one_page_too_few, flush_what_is_idle,
     a_report_counts_twice, shorter_than_it_may, shorter_plan, any_rank_will_do, evict_without_rescue,
+    a_drop_forgets_what_is_under_way, a_drop_waits_for_no_writer, detached_in_name_only, blind_to_what_is_embedded,
+    homes_are_told_once,
 )  # fmt: skip
 #: A world in which much goes wrong.
 STORMY = replace(cases()["hybrid"], faults=6.0)
+#: One in which little else goes wrong than bytes.
+BROKEN = replace(cases()["full"], faults=2.0)
 #: Where a fault shows: other cases than this one have nothing that it could break.
 CASE: dict[Plant, str | Case] = {
     canonical_by_name_only: "loose",
     minimum_of_lengths: "hybrid",
     one_page_too_few: "window",
     evict_without_rescue: "keeps_back",
-    skip_checksums: STORMY,
+    skip_checksums: BROKEN,
+    homes_are_told_once: replace(cases()["shards"], faults=3.0),
     stale_reports_count: STORMY,
 }
 

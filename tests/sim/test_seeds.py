@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from hicache_ray import cli
 from hicache_ray.simulate import Failed, World, simulate
 from hicache_ray.simulate_cases import cases
-from hicache_ray.simulate_report import measure
+from hicache_ray.simulate_report import loss, measure
 from hicache_ray.slots import SlotPool
+from hicache_ray.storage.peers import ShardConfig
 
 STEPS = 1200
 
@@ -85,6 +86,13 @@ def test_the_report_measures_what_policies_reuse() -> None:
     assert {(row.case, row.policy) for row in rows} >= {("full", "write_through"), ("hybrid", "write_back")}
     assert all(0.0 < row.tally.hit_share < 1.0 and 0.0 < row.tally.token_share < 1.0 for row in rows)
     assert all(not row.tally.faults and row.tally.served == row.tally.requests for row in rows)
+
+
+@pytest.mark.parametrize(("copies", "least"), [(1, 0.85), (2, 1.0)])
+def test_what_prompts_hit_survives_a_lost_storage_node(copies: int, least: float) -> None:
+    lost = loss(1, 600, ShardConfig("writer", copies))
+    assert len(lost.left) == 10
+    assert least <= lost.mean <= 1.0
 
 
 def test_the_command_prints_what_it_lived() -> None:
