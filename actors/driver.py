@@ -62,7 +62,7 @@ class Driver:
         self._context = Context()
         self._ahead: dict[tuple[int, str], float] = {}
         self.lost: str = ""
-        self.explainer = explainer or Explainer(cache.settings)
+        self.explainer = Explainer(cache.settings) if explainer is None else explainer
         self.calls = {"rank": 0, "store": 0}
 
     # -- what the coordinator calls ---------------------------------------------------------------------------------------------------

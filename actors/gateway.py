@@ -106,6 +106,8 @@ class ClusterBackend:
         for replica, told in answers.items():
             if isinstance(told, dict) and "request_id" in told:
                 return {"replica": replica, **told}
+        if silent := [replica for replica, told in answers.items() if told is not None]:
+            raise HiCacheError(f"replica {', '.join(silent)} did not say whether it knows the request; try again")
         raise unknown_request(rid)
 
     async def _coordinators(self) -> Mapping[str, Any]:

@@ -127,7 +127,9 @@ def test_a_request_is_explained(tier: Tier) -> None:
     tier.flush("device", "host")
     tier.generate(tokens, request_id="explained/warm")
     tier.at_rest()
-    cold = tier.admin("GET", "/explain/explained%2Fcold").json()
+    answer = tier.admin("GET", "/explain/explained%2Fcold")
+    assert answer.status_code == 200, answer.text
+    cold = answer.json()
     assert (cold["resumed_tokens"], cold["limit"]["cause"], cold["longer"]["tokens"]) == (0, "never_stored", GRID)
     warm = tier.admin("GET", "/explain/explained%2Fwarm").json()
     assert warm["sources"] == {"full": {"storage": [[0, 8]]}, "state": {"storage": [[7, 8]]}}

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from hicache_ray import cli_admin
 from hicache_ray.actors.admin import create_app, unknown_request
+from hicache_ray.actors.driver import Driver
 from hicache_ray.cli import app
-from hicache_ray.explain import lacks_all
+from hicache_ray.explain import Explainer, lacks_all
 from hicache_ray.testing import Stack
-from tests.actors.test_driver import at_rest, collect, make, request, run
+from tests.actors.test_driver import Ranks, at_rest, collect, make, request, run
 from tests.core.drive import prompt
 
 TOKEN = {"Authorization": "Bearer the token"}
@@ -85,14 +86,17 @@ def test_the_command(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_driver_remembers_what_it_has_served() -> None:
     async def story() -> None:
-        stack, driver = make()
+        stack, first = make()
+        await first.close()
+        given = Explainer(stack.cache.settings)  # empty, and kept from one incarnation to the next
+        driver = Driver(stack.cache, Ranks(stack), stack.store, stack.tags, stack.group, given)
         await collect(driver, request(stack, 10, "r"))
         await at_rest(driver)
-        kept = driver.explainer.find("r")
+        kept = given.find("r")
         assert kept is not None
         assert lacks_all(kept.told)
         assert kept.first.tolist() == [0, 1, 2, 3]
-        assert driver.explainer.find("nobody") is None
+        assert given.find("nobody") is None
         await driver.close()
 
     run(story())
