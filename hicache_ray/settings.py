@@ -54,7 +54,7 @@ class Eviction(str, Enum):
     PRIORITY = "priority"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Lengths in tokens, times in seconds.
 

@@ -56,7 +56,7 @@ class Subject:
     def settings(self, policy: str = WritePolicy.WRITE_THROUGH.value, exact: bool = True, track: int | None = None) -> Settings:
         track = track or self.sizes.grid
         return Settings(
-            self.sizes.grid, exact, WritePolicy(policy), track, prefetch_threshold=0,
+            grid=self.sizes.grid, exact=exact, write_policy=WritePolicy(policy), track_interval=track, prefetch_threshold=0,
             lookup_deadline_s=STORAGE_S, prefetch_base_s=STORAGE_S, prefetch_cap_s=STORAGE_S, copy_deadline_s=STORAGE_S,
         )  # fmt: skip
 
