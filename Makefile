@@ -41,8 +41,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## serve a small hybrid model on a local Ray, run the probe under both write policies, print one table
 	@$(BIN)/hicache-ray demo
 
-test: lint ## lint, then all tests
-	@$(BIN)/python -m pytest
+test: lint ## lint, then all tests: those on Ray, which mostly wait, beside the others
+	@mkdir -p .pytest_cache; \
+	$(BIN)/python -m pytest tests/actors tests/verify > .pytest_cache/ray.log 2>&1 & ray=$$!; \
+	status=0; $(BIN)/python -m pytest tests --ignore=tests/actors --ignore=tests/verify || status=$$?; \
+	wait $$ray || status=$$?; cat .pytest_cache/ray.log; exit $$status
 
 # A history that fails is named by the line that lives it again: hicache-ray sim --seed N --steps M --case NAME.
 MINUTES ?= 1440
@@ -59,6 +62,7 @@ bench: setup ## run the benchmarks, print a table, write benchmarks/results.json
 	@$(BIN)/python -m benchmarks
 
 chaos: setup ## kill, freeze and cut off the parts of a running tier of three nodes; print what that cost (needs root)
+	@$(BIN)/python -m pytest -m chaos tests/actors/test_chaos.py
 	@$(BIN)/python -m tests.chaos
 
 clean: ## remove caches and build products (not .venv)

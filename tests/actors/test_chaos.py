@@ -16,7 +16,7 @@ from tests.actors.rig import kill, small, until
 from tests.actors.test_nodes import Nodes, placed, running
 from tests.chaos.clients import NEW_TOKENS, Clients, Expected, back, prompts
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.chaos]
 USUAL = 0.9
 
 
