@@ -199,7 +199,9 @@ class Probe:
     def _evict(self) -> None:
         """Unique prompts until the device holds nothing of R."""
         size = min(FILLER_TOKENS, self.running.config.engine.max_prompt_tokens)
-        enough = 3 * self.running.config.cache.device_tokens // size + 3
+        cache = self.running.config.cache
+        # The last state of a path outlives the inner ones of others: it goes when the pool is full of such.
+        enough = 3 * cache.device_tokens // size + 3 + 2 * cache.device_snapshots
         for count in range(1, enough + 1):
             self.progress(f"evicting R with unique prompts ({count})")
             self._generate(self._tokens(size))
