@@ -21,6 +21,7 @@ from hicache_ray.config import Config
 from hicache_ray.config_sources import changed
 from hicache_ray.errors import ConfigError, HiCacheError
 from hicache_ray.probe_result import Result, Step
+from hicache_ray.spec import Kind
 
 NEW_TOKENS = 4
 FILLER_TOKENS = 2049
@@ -197,17 +198,24 @@ class Probe:
             self.result.problems.append(f"R-{step.name}: a restored page or snapshot differs from the one that was made")
 
     def _evict(self) -> None:
-        """Unique prompts until the device holds nothing of R."""
-        size = min(FILLER_TOKENS, self.running.config.engine.max_prompt_tokens)
-        cache = self.running.config.cache
-        # The last state of a path outlives the inner ones of others: it goes when the pool is full of such.
-        enough = 3 * cache.device_tokens // size + 3 + 2 * cache.device_snapshots
+        """Unique prompts until the device holds nothing of R.
+
+        Long ones until its full pages are gone. The window or state of its last length outlives the inner ones of other prompts, so for
+        those there are prompts of one chunk, which have nothing but a last length.
+        """
+        cache, components = self.running.config.cache, self.running.prepared.spec.components
+        lasting = {c.name for c in components if c.kind is not Kind.FULL}
+        long = size = min(FILLER_TOKENS, self.running.config.engine.max_prompt_tokens)
+        short = (self.result.grid or self.result.page_size) + 1
+        enough = 3 * cache.device_tokens // long + 3 + (cache.device_tokens // short + cache.device_snapshots if lasting else 0)
         for count in range(1, enough + 1):
             self.progress(f"evicting R with unique prompts ({count})")
             self._generate(self._tokens(size))
-            if not any(self._where()["held"]["device"].values()):
+            held = {name for name, pages in self._where()["held"]["device"].items() if pages}
+            if not held:
                 return
-        raise HiCacheError(f"{enough} unique prompts of {size} tokens did not evict R from the device; lower cache.device_tokens")
+            size = short if held <= lasting else long
+        raise HiCacheError(f"{enough} unique prompts of up to {long} tokens did not evict R from the device; lower cache.device_tokens")
 
     def _wait_sealed(self, made: Mapping[str, int]) -> None:
         """Until L3 holds every page and snapshot that the cold run has made, or nothing has been added for some time."""

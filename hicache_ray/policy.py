@@ -1,7 +1,8 @@
 """Which cached pages go first: the order that holds under every policy, and its plainest form, least recently used.
 
 What leaves a pool is decided in two steps. First by what its going costs (:class:`Cost`): what is of no use, then what its owner has no use
-for any more, then copies of what a lower tier has, then inner windows and snapshots, at last branch points and the last legal length.
+for any more, then copies of what a lower tier has (all alike: losing one costs nothing), then inner windows and snapshots, at last branch
+points and the last legal length.
 Among equals by the policy: a key, then how recent the use was, then the order within the use. A request uses its whole path at once, so
 a use is kept as one group, in the order in which its pages should go (:func:`order`), and costs one entry of a heap:
 
@@ -40,10 +41,9 @@ class Cost(IntEnum):
 
     USELESS = 0
     EXPIRED = 1
-    INNER_COPY = 2
-    COPY = 3
-    INNER = 4
-    END = 5
+    COPY = 2
+    INNER = 3
+    END = 4
 
 
 def order(kind: Kind, count: int, run: int = 1) -> npt.NDArray[np.intp]:

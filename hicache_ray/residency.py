@@ -120,7 +120,7 @@ class Residency:
         host = (Tier.HOST, place[1])
         copied = self.index.slots(host, entries) != ABSENT if place[0] is Tier.DEVICE else self.index.durable(host, entries)
         ends = self.standing[place[1]].ends(entries)
-        return np.where(ends, np.where(copied, Cost.COPY, Cost.END), np.where(copied, Cost.INNER_COPY, Cost.INNER)).astype(np.int8)
+        return np.where(copied, Cost.COPY, np.where(ends, Cost.END, Cost.INNER)).astype(np.int8)
 
     def _recost(self, place: Place, entries: Entries) -> None:
         """What the entries cost there may have changed: another tier has got them, or has lost them."""

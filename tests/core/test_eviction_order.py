@@ -51,6 +51,19 @@ def test_copies_of_what_storage_has_leave_the_host_first(eviction: Eviction) -> 
     stack.audit()
 
 
+def test_among_copies_it_is_the_older_prompt_that_goes() -> None:
+    """Under write-through the host has all of it: the last state of an old prompt does not outlive the inner ones of new ones for ever."""
+    stack = stack_of(Eviction.LRU, "write_through", state=state(PAGE))
+    old, new = prompt(1, PAGE * 8 + 1), prompt(2, PAGE * 8 + 1)
+    for tokens in (old, new):
+        stack.put(tokens)
+        stack.settle()
+    pool = stack.res.pools[(Tier.DEVICE, "state")]
+    stack.evict("l1", {"state": pool.free + 8})
+    assert (stack.have("l1", "state", old), len(stack.have("l1", "state", new))) == (set(), 8)
+    stack.audit()
+
+
 @EVERY
 def test_branch_points_and_last_lengths_outlive_inner_snapshots(eviction: Eviction) -> None:
     stack = stack_of(eviction, state=state(PAGE), swa=window(PAGE * 2))

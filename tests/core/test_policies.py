@@ -19,7 +19,7 @@ from tests.core.policy_twins import TWINS
 
 steady = settings(deadline=None, derandomize=True, max_examples=25, stateful_step_count=30)
 CHOSEN = st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True)
-COSTS = st.sampled_from([Cost.INNER_COPY, Cost.COPY, Cost.INNER, Cost.END])
+COSTS = st.sampled_from([Cost.COPY, Cost.INNER, Cost.END])
 ALL: Callable[[Entries], np.ndarray] = lambda some: np.ones(len(some), dtype=bool)  # noqa: E731
 
 
