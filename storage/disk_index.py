@@ -19,7 +19,7 @@ from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slo
 from hicache_ray.storage.disk_plan import Found, Placed, Plan
 from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment
 from hicache_ray.storage.disk_slots import SlotMap, mean_use, place, require
-from hicache_ray.storage.disk_table import PlaceTable, hashes, hashes_of
+from hicache_ray.storage.disk_table import PlaceTable, latest
 from hicache_ray.storage.holdings import Counters
 from hicache_ray.store import Answer
 
@@ -117,7 +117,7 @@ class DiskIndex:
             plan.visible.add(placed.id)
         if good:
             places = np.array([place(placed.segment, placed.slot) for placed in good], np.int64)
-            self.table.insert(hashes([placed.id for placed in good]), places)
+            self.table.insert([placed.id for placed in good], places)
         sealed = {placed.id for placed in good}
         self._give_up([placed for placed in plan.placed if placed.id not in sealed])
         found = zip(plan.order, self._find(plan.order), strict=True)
@@ -212,22 +212,18 @@ class DiskIndex:
         parts = [(segment, np.flatnonzero(segment.state == SEALED)) for segment in self.segments()]
         if not parts:
             return
-        found = np.concatenate([hashes_of(segment.records["id"][slots]) for segment, slots in parts])
+        ids = np.concatenate([segment.records["id"][slots] for segment, slots in parts])
         places = np.concatenate([place(segment, 0) + slots for segment, slots in parts])
-        order = np.lexsort((np.concatenate([segment.records["sequence"][slots] for segment, slots in parts]), found))
-        found, places = found[order], places[order]
-        older = np.zeros(len(found), bool)
-        older[:-1] = found[:-1] == found[1:]
-        self.table.insert(found, places)
-        for hash, at in zip(found[older].tolist(), places[older].tolist(), strict=True):
-            self.table.remove(hash, at)
+        stays = latest(ids, [segment.records["sequence"][slots] for segment, slots in parts])
+        self.table.insert(ids[stays], places[stays])
+        for at in places[~stays].tolist():
             self.slots.hide(*self.slots.at(at))
 
     def _find(self, ids: Sequence[bytes]) -> list[int]:
         """The place of each, -1 where it is not visible."""
         if not ids:
             return []
-        found: list[int] = self.table.find(hashes(ids)).tolist()
+        found: list[int] = self.table.find(ids).tolist()
         out = []
         for id, at in zip(ids, found, strict=True):
             segment, slot = self.slots.at(at) if at >= 0 else (None, 0)
@@ -284,7 +280,7 @@ class DiskIndex:
         self.files.give_up(segment)
 
     def _remove(self, segment: Segment, slot: int) -> None:
-        self.table.remove(int(hashes([segment.id(slot)])[0]), place(segment, slot))
+        self.table.remove(segment.id(slot), place(segment, slot))
         self.slots.hide(segment, slot)
 
     def _revoke(self, id: bytes) -> None:

@@ -36,6 +36,12 @@ _MIX = 0xC4CEB9FE1A85EC53
 _MIX_WORD, _HALF, _MARK = np.uint64(_MIX), np.uint64(32), np.uint64(2)
 #: Odd factors, one per word of an id: the golden ratio's multiples, mixed.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ^ (0xD6E8FEB86659FD93 >> i)) & _ALL | 1 for i in range(16))
+_WORD_FACTORS = np.array(_FACTORS, np.uint64)
+
+
+def hashes_of(ids: Ids, width: int = ID_BYTES) -> Words:
+    """(n,): a 64-bit hash of each id of ``width`` bytes."""
+    return _mixed(packed(ids, width).view(np.uint64) @ _WORD_FACTORS[: width // 8])
 
 
 class IdTable(RowStore):
@@ -47,7 +53,6 @@ class IdTable(RowStore):
         """``width``: bytes of an id, a multiple of 8."""
         super().__init__(width, columns)
         self._layout = struct.Struct(f"<{width // 8}Q")
-        self._factors = np.array(_FACTORS[: width // 8], np.uint64)
         self._live = 0
         self._make_buckets(self.LEAST // BUCKET)
 
@@ -64,7 +69,7 @@ class IdTable(RowStore):
 
     def hashes(self, ids: Ids) -> Words:
         """(n,): for a caller that passes the same ids to several of these methods."""
-        return _mixed(packed(ids, self.width).view(np.uint64) @ self._factors)
+        return hashes_of(ids, self.width)
 
     def hash_one(self, id: bytes) -> int:
         """:meth:`hashes` of one."""
