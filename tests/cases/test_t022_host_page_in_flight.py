@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hicache_ray.group import Envelope
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full
@@ -60,8 +62,10 @@ def test_t022_refused_where_nothing_is_free(layout: str, queue: Queue | None) ->
         stack.put(prompt)
         stack.settle()
     stack.evict_l1(64)
-    stack.prefetch("holds the rest", REST)
     stack.prefetch("pair", PAIR)
+    place = (Tier.HOST, "full")
+    held = np.flatnonzero(~stack.res.pools[place].pinned(np.arange(4))).astype(np.int32)
+    lease = stack.res.leases.take("holds the rest", place, held)
     stack.settle()
     refused = stack.res.counters[(Tier.HOST, "full")].refused
     stack.put(NEW)
@@ -71,6 +75,6 @@ def test_t022_refused_where_nothing_is_free(layout: str, queue: Queue | None) ->
     assert stack.have("l2", "full", PAIR) == stack.have("l2", "full", REST) == {0, 1}
     assert stack.load("pair") == 128
     assert stack.read(PAIR, "full") == stack.made(PAIR, "full")
-    stack.abort("holds the rest")
+    stack.res.leases.release_all([lease])
     stack.settle()
     stack.audit()

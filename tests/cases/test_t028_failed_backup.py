@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full
 from tests.queues import WHERE, Queue, devices
@@ -17,6 +19,9 @@ def test_t028_eviction_with_a_failed_backup(layout: str, queue: Queue | None) ->
     stack.evict_l1(64)
     stack.prefetch("lock", locked)
     assert stack.poll("lock").tokens == 256
+    place = (Tier.HOST, "full")
+    kept = np.flatnonzero(~stack.res.pools[place].pinned(np.arange(4))).astype(np.int32)
+    lease = stack.res.leases.take("lock", place, kept)  # also the page that those who wait leave for what leaves the device
     stack.put(prompt)
     stack.settle()
     assert stack.have("l1", "full", prompt) == {0, 1}
@@ -27,6 +32,7 @@ def test_t028_eviction_with_a_failed_backup(layout: str, queue: Queue | None) ->
     assert stack.have("l2", "full", locked) == {0, 1, 2, 3}
     assert stack.probe(prompt).reusable == 0
     assert stack.res.counters[(Tier.HOST, "full")].refused == 2
+    stack.res.leases.release_all([lease])
     assert stack.load("lock") == 256
     assert stack.read(locked, "full") == stack.made(locked, "full")
     stack.audit()

@@ -15,8 +15,8 @@ A, B, C = (prompt(seed, 257) for seed in (1, 2, 3))
 
 
 def stored(**more: object) -> Stack:
-    """All three prompts are in L3 and nowhere else; L2 has 6 pages."""
-    stack = Stack(**{"page": 64, "l2": 6, **more})  # type: ignore[arg-type]
+    """All three prompts are in L3 and nowhere else; L2 has 6 pages, and one more that requests which wait never lease."""
+    stack = Stack(**{"page": 64, "l2": 7, **more})  # type: ignore[arg-type]
     for tokens in (A, B, C):
         stack.put(tokens)
         stack.settle()
@@ -41,7 +41,7 @@ def test_t057_the_second_waits_and_both_finish() -> None:
     assert stack.poll("a").tokens == 256
     assert (stack.poll("b").state, stack.poll("b").tokens) == ("lookup", 0)
     assert reads(stack) == ["a"]
-    assert room(stack) == 2  # the four pages of the first are leased, the second holds none
+    assert room(stack) == 3  # the four pages of the first are leased, the second holds none
     assert stack.load("a") == 256
     for _ in range(10):
         stack.step()
@@ -125,9 +125,9 @@ def test_t057_those_who_wait_go_on_in_the_order_in_which_they_came() -> None:
 
 
 def test_t057_what_can_never_fit_is_not_waited_for() -> None:
-    """A prompt larger than the pool takes what the pool can hold at once."""
+    """A prompt larger than the pool takes what the pool can hold at once, but for the page that is kept for what leaves the device."""
     long = prompt(4, 64 * 9 + 1)
-    stack = Stack(page=64, l2=6)
+    stack = Stack(page=64, l2=7)
     stack.put(long)
     stack.settle()
     stack.flush()

@@ -85,7 +85,7 @@ def running() -> Iterator[tuple[Stack, Driver]]:
     gate = Gate(MemoryStore(1 << 24))
     pools = {"full": full(), "state": state(2 * PAGE)}
     patient = {"prefetch_base_s": WAIT_S, "prefetch_cap_s": WAIT_S}
-    stack = Stack(page=PAGE, pools=pools, ranks=RANKS, l1=24, l2=16, store=gate, settings=patient, clock=RealClock())  # type: ignore[arg-type]
+    stack = Stack(page=PAGE, pools=pools, ranks=RANKS, l1=24, l2=17, store=gate, settings=patient, clock=RealClock())  # type: ignore[arg-type]
     ranks = Ranks(stack)
     try:
         yield stack, Driver(stack.cache, ranks, stack.store, stack.tags, stack.group)

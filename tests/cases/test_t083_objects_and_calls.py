@@ -20,7 +20,7 @@ PROMPT = list(range(1, PAGES * PAGE + 2))
 def test_t083_objects_and_calls(layout: str) -> None:
     pools = {"full": full(layers=LAYERS, fields=(Field("k", 1, 1), Field("v", 1, 1)))}
     counting = CountingStore(MemoryStore(1 << 26))
-    stack = Stack(page=PAGE, pools=pools, l1=1010, l2=1010, store=FaultyStore(counting), layout=layout)
+    stack = Stack(page=PAGE, pools=pools, l1=1010, l2=1040, store=FaultyStore(counting), layout=layout)
     assert stack.put(PROMPT) == Served(0, 0, 0, len(PROMPT))
     stack.settle()
     keys = page_keys(stack.ns, as_tokens(PROMPT))

@@ -191,7 +191,7 @@ def test_the_threshold() -> None:
 
 
 def test_host_capacity() -> None:
-    stack = Stack(l1=16, l2=3)
+    stack = Stack(l1=16, l2=4)  # one of them is kept for what leaves the device
     stack.put(prompt(1, 513))
     stack.settle()
     stack.flush()
