@@ -140,7 +140,7 @@ class Residency:
             self._recost((Tier.HOST, c.name), self.index.in_place((Tier.HOST, c.name)))
 
     def publish(self, place: Place, keys: Sequence[bytes], pages: npt.NDArray[np.int32], lease: Lease) -> Entries:
-        """The bytes in the leased slots are complete: cache them under ``keys``. ``pages``: the base page of its prompt that each ends with.
+        """The bytes in the leased slots are complete: cache them under ``keys``. ``pages``: the base page that each ends with.
 
         A page that is cached already stays as it is (the first insert wins) and the leased slot of the newcomer is free once the lease is
         given back. Returns the entries of all keys.

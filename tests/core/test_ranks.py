@@ -158,7 +158,8 @@ def test_pages_in_turn_of_a_draft_that_looks_ahead(exact: bool) -> None:
         stack.put(tokens)
         stack.settle()
         depth = stack.res.index.depth(stack.res.index.in_place((Tier.DEVICE, "mtp")))
-        assert len(depth) and min(depth) >= 0
+        assert len(depth)
+        assert min(depth) >= 0
         stack.flush(l1=True, l2=False)
         stack.put(tokens)
         for rank in range(3):
