@@ -81,7 +81,7 @@ class Descent(Persist):
         for c in self.spec.components:
             place = (Tier.DEVICE, c.name)
             reserve = min(int(self.res.capacity[place] * self.settings.device_reserve), self.res.room(place))
-            victims = evict.choose(self.res, Tier.DEVICE, {c.name: reserve}) or {}
+            victims = evict.entries_of(evict.choose(self.res, Tier.DEVICE, {c.name: reserve}))
             some = evict.only_here(self.res, victims, tried).get(c.name)
             if some is not None:
                 some = some[: self._spare(c.name, min(len(some), WRITE_DOWN_PAGES))]
@@ -93,7 +93,7 @@ class Descent(Persist):
         """Up to ``count`` slots of the host that can be had without losing what is nowhere else."""
         place = (Tier.HOST, component)
         free = self.res.pools[place].free
-        victims = (evict.choose(self.res, Tier.HOST, {component: count}) or {}).get(component) if count > free else None
+        victims = evict.entries_of(evict.choose(self.res, Tier.HOST, {component: count})).get(component) if count > free else None
         if victims is None:
             return min(count, free)
         safe = self.res.index.durable(place, victims) | (self.res.index.slots((Tier.DEVICE, component), victims) != ABSENT)
@@ -143,7 +143,7 @@ class Descent(Persist):
         for part in left:
             self.res.counters[(Tier.HOST, part.component)].refused += len(part.pages)
         if self.res.storage:
-            evict.drop(self.res, Tier.HOST, {c.name: self._passed(c.name, path) for c in self.spec.components})
+            evict.leave(self.res, Tier.HOST, {c.name: self._passed(c.name, path) for c in self.spec.components})
 
     def _passed(self, component: str, path: Path) -> Entries:
         """Host pages of a path that L3 has and nobody leases."""
@@ -159,7 +159,7 @@ class Descent(Persist):
             if victims is None:
                 yield Wait.CHANGE
                 continue
-            alone = evict.only_here(self.res, victims, tried) if tier is Tier.DEVICE else {}
+            alone = evict.only_here(self.res, evict.entries_of(victims), tried) if tier is Tier.DEVICE else {}
             if not alone:
                 evict.drop(self.res, tier, victims)
                 return

@@ -76,6 +76,29 @@ class Worth:
         return cls(np.full(count, Cost.END, np.int8), np.zeros(count, np.int64), np.full(count, np.inf))
 
 
+@dataclass(frozen=True)
+class Spared:
+    """Entries of one cost whose turn it was and who would stay, behind all others of that cost; each with the ``credits`` that it would
+    have left. ``small``: how many the small queue would lose of them and of those who would go after all."""
+
+    cost: Cost
+    entries: Entries
+    credits: Bytes
+    small: int
+
+
+@dataclass(frozen=True)
+class Going:
+    """Who would leave, first to go first: the answer to a question, which has changed nothing. Where they do leave,
+    :meth:`Lru.learn` is told."""
+
+    entries: Entries
+    spared: tuple[Spared, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
 def grown(array: npt.NDArray[Any], top: int, value: float = 0) -> npt.NDArray[Any]:
     """The array with room for index ``top``, at least doubled where it has none."""
     more = max(top + 1 - len(array), len(array))
@@ -156,20 +179,25 @@ class Lru:
 
     # -- who goes -----------------------------------------------------------------------------------------------------------------
 
-    def victims(self, count: int, usable: Usable, now: float = 0.0) -> Entries:
-        """Up to ``count`` entries to evict, first to go first; ``usable`` says which of some entries may go. None of them has gone yet."""
+    def victims(self, count: int, usable: Usable, now: float = 0.0) -> Going:
+        """Up to ``count`` entries to evict; ``usable`` says which of some entries may go. A question: who asks twice hears the same, and
+        nobody's place is another one for it."""
         self._expire(now)
         out: list[Entries] = []
+        spared: list[Spared] = []
         for cost in Cost:
             if count <= 0:
                 break
-            for taken in self._take(cost, count, usable):
+            for taken in self._take(cost, count, usable, spared):
                 out.append(taken)
                 count -= len(taken)
-        return np.concatenate(out) if out else np.empty(0, dtype=np.int32)
+        return Going(np.concatenate(out) if out else np.empty(0, dtype=np.int32), tuple(spared))
 
-    def _take(self, cost: Cost, count: int, usable: Usable) -> list[Entries]:
-        """The first of one cost, up to ``count``; nothing moves."""
+    def learn(self, going: Going) -> None:
+        """They do leave, just now: tell it before :meth:`forget`, and before anything else happens to a page."""
+
+    def _take(self, cost: Cost, count: int, usable: Usable, spared: list[Spared]) -> list[Entries]:
+        """The first of one cost, up to ``count``; nothing moves. ``spared`` gains those who were passed over."""
         heap, out, back = self._heaps[cost * self.lanes], [], []
         while heap and count > 0:
             group = self._head(heap)
@@ -182,8 +210,6 @@ class Lru:
                 count -= len(here)
         for group_back in back:
             heapq.heappush(heap, group_back)
-        if out:
-            self._leaving(cost, out[-1])
         return out
 
     def _head(self, heap: list[Group]) -> Entries | None:
@@ -223,9 +249,6 @@ class Lru:
 
     def _now(self, entries: Entries) -> Longs:
         return np.full(len(entries), self._clock)
-
-    def _leaving(self, cost: Cost, last: Entries) -> None:
-        """Up to ``last`` they were chosen to go. For policies that learn from it."""
 
     # -- groups -------------------------------------------------------------------------------------------------------------------
 
