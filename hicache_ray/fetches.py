@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ray import evict, prefetch, transfer
 from hicache_ray.prefetch import Arrivals, Slice
@@ -21,6 +22,7 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import Limit, Match, Part, Path, Plan
 from hicache_ray.spec import Tier
 from hicache_ray.story import Job
+from hicache_ray.transfer import Leg
 
 #: Records of one fetch that are under way at once: while one is committed the next one moves.
 UNDER_WAY = 2
@@ -179,15 +181,22 @@ class Fetches:
         for i, at in some:
             leg, have = fetch.arrivals.moved.legs[i], fetch.arrivals.arrived[i]
             self.res.counters[(Tier.STORAGE, leg.component)].failures += int(np.count_nonzero(~have[at]))
-            for j in at[~have[at]].tolist():
-                self._names.pop((leg.component, leg.keys[j]), None)  # who wants it asks for it anew
+            self._forget(fetch, leg, at[~have[at]])
         if got.late or got.error:
             fetch.cut = True
             self.counters.cut += 1
+            for i, at in (part for cut in fetch.left for part in cut):
+                self._forget(fetch, fetch.arrivals.moved.legs[i], at)
             fetch.left.clear()
         self._launch(fetch)
         if fetch.finished:
             self._told(list(fetch.jobs.values()))
+
+    def _forget(self, fetch: Fetch, leg: Leg, at: npt.NDArray[np.intp]) -> None:
+        """Items of a leg that this fetch will not bring: who wants them asks for them anew."""
+        for j in at.tolist():
+            if self._names.get((leg.component, leg.keys[j])) is fetch:
+                del self._names[(leg.component, leg.keys[j])]
 
     def _told(self, jobs: Sequence[Job]) -> None:
         """Those of the requests that have everything, as far as it will come, go on."""
@@ -204,8 +213,6 @@ class Fetches:
         fetch.flying.clear()
         self._open.remove(fetch)
         for leg in fetch.arrivals.moved.legs:
-            for name in leg.keys:
-                if self._names.get((leg.component, name)) is fetch:
-                    del self._names[(leg.component, name)]
+            self._forget(fetch, leg, np.arange(len(leg.keys)))
         self.tokens -= fetch.tokens
         transfer.close(self.res, fetch.arrivals.moved)

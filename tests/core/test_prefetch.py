@@ -296,6 +296,32 @@ def test_a_retry_without_an_answer_leaves_what_the_first_one_has_said(how: str) 
     all_bytes_are_right(stack, [LONG])
 
 
+def test_what_a_cut_fetch_will_not_bring_is_fetched_anew() -> None:
+    """The first record of a fetch fails while the second is under way: whoever comes now has the second's pages from there, and everything
+    else from a fetch of its own."""
+    stack = stored()
+    stack.prefetch("a", LONG)
+    steps = Steps(stack)
+    first = steps.until(is_read)
+    second = steps.until(is_read)
+    stack.report(first, Outcome(bits=(0,), error="injected"))
+    stack.prefetch("b", LONG)
+    own = steps.until(is_read)
+    fetches = stack.cache.restore.fetches
+    assert (fetches.counters.begun, fetches.counters.shared, fetches.counters.cut) == (2, 1, 1)
+    for envelope in (second, own):
+        stack.run(envelope)
+    steps.run()
+    assert (stack.poll("b").tokens, stack.poll("b").limit) == (96 * PAGE, Limit.NONE.value)
+    read = [key for record in reads(stack) for span in record.spans for key in span.keys]
+    assert len(read) == len(set(read)) == 96  # nothing twice; the first record's pages were never read for "a"
+    stack.abort("a")
+    stack.abort("b")
+    steps.settle()
+    assert fetches._names == {}
+    at_rest(stack)
+
+
 # -- one fetch for many -------------------------------------------------------------------------------------------------------------------
 
 
