@@ -84,20 +84,24 @@ class Tales:
         started, tale.started, tale.waits = tale.started, True, None
         if tale.kind not in ("flush", "drop"):
             tale.deadline = None
+        waits: Wait | Record | None = None
+        failure: HiCacheError | None = None
         try:
             if error is not None:
                 waits = tale.story.throw(error)
             else:
                 waits = tale.story.send(value if started else None)  # type: ignore[arg-type]
         except StopIteration:
-            self._end(tale, None)
+            pass
         except Inconsistent:
             raise  # nobody can go on from here
-        except HiCacheError as failure:
+        except HiCacheError as why:
+            failure = why
+        self._note(tale)  # before anybody else moves: what they make go is theirs
+        if waits is None:
             self._end(tale, failure)
         else:
             self._wait(tale, waits)
-        self._note(tale)
         self._adopt_spawned()
 
     def _note(self, tale: Tale) -> None:

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
 from hicache_ray.explain import Explainer, _of, lines, ranges
-from hicache_ray.keys import page_keys
+from hicache_ray.keys import page_keys, space_of
 from hicache_ray.ledger import FLUSH, ROOM, Gone, Ledger
 from hicache_ray.records import Move
 from hicache_ray.spec import Tier
@@ -102,6 +102,23 @@ def test_a_flush_is_told_as_one() -> None:
     told = why(stack, prompt(1, 257))
     assert told["longer"]["missing"][0]["went"]["why"] == FLUSH
     assert told["longer"]["missing"][0]["went"]["for"].startswith("flush")
+
+
+@pytest.mark.parametrize("how", ["flush", "drop"])
+def test_what_a_flush_takes_is_not_ascribed_to_whoever_waited_for_it(how: str) -> None:
+    stack = Stack()
+    stack.detach()
+    stack.put(prompt(1, 257))
+    stack.settle()
+    stack.begin(prompt(3, 257), "running")
+    if how == "flush":
+        name = stack.group.flush([Tier.DEVICE, Tier.HOST], timeout_s=10.0)
+    else:
+        name = stack.group.drop_space(space_of(stack.ns.digest()), 10.0)
+    stack.begin(prompt(1, 257), "held back")
+    stack.settle()
+    told = stack.explain("held back")
+    assert (cause(told), told["longer"]["missing"][0]["went"]["for"]) == ("evicted", name)
 
 
 def test_another_namespace_and_which_field() -> None:
