@@ -141,7 +141,7 @@ class Cost:
         """Of the legal lengths up to ``most`` pages. Where storage is tried or trusted, with a deadline."""
         near, recompute_s = self._near(found, count)
         page = self._spec.page_size
-        best, trusted_s, load_s, hopeful_s = near, recompute_s, 0.0, 0.0
+        best, trusted_s, load_s, hopeful_s = near, recompute_s, 0.0, float("inf")
         for k in _some(found.lengths(*ORDER) & lengths.ones(most + 1)):
             far, up, reads = self._needs(found, k)
             if not far:
@@ -159,7 +159,8 @@ class Cost:
         if best != near:
             # Its speed is known and stationary; where it is not so any more, this ends the wait.
             return Choice(best, max(2 * load_s, PATIENCE * recompute_s), {"decision": "load", **numbers})
-        if most > near and self._may_try(hopeful_s < recompute_s):
+        # Of what is near and not worth its way to the device nothing is read, so that there is nothing to try.
+        if hopeful_s != float("inf") and self._may_try(hopeful_s < recompute_s):
             return Choice(most, PATIENCE * recompute_s, {"decision": "try", **numbers})
         return Choice(near, 0.0, {"decision": "recompute", **numbers})
 
