@@ -189,15 +189,11 @@ class Cost:
     def _needs(self, found: Match, k: int) -> tuple[int, int, int]:
         """Bytes that a resume at ``k`` pages needs from L3, and that it needs from L2 and L3; the records in which those from L3 come."""
         far = up = most = 0
-        for c in self._spec.components:
-            pages = lengths.needed(c, k, self._spec.page_size)
-            if c.role == "draft" or not pages:
+        for c, _, needed in found.needs(k):
+            if c.role == "draft":
                 continue
-            wanted = sum(1 << i for i in pages) if pages.step > 1 else lengths.ones(pages.stop) & ~lengths.ones(pages.start)
-            size = c.page_bytes(self._spec.page_size)
-            wanted &= ~found.present.get(Tier.DEVICE, {}).get(c.name, 0)
-            up += wanted.bit_count() * size
-            absent = (wanted & ~found.present.get(Tier.HOST, {}).get(c.name, 0)).bit_count()
+            size, absent = c.page_bytes(self._spec.page_size), needed[Tier.STORAGE].bit_count()
+            up += (needed[Tier.HOST].bit_count() + absent) * size
             far, most = far + absent * size, max(most, absent)
         return far, up, -(-most // transfer.piece(most))
 

@@ -226,8 +226,7 @@ def _legal(found: Match, evidence: Evidence) -> dict[str, Any]:
     top, page = found.ceiling, found.spec.page_size
     for c in found.spec.components:
         tiers = {tier.value: lengths.lengths_of(c, bits.get(c.name, 0), top, page) for tier, bits in found.present.items()}
-        union = reduce(or_, (bits.get(c.name, 0) for bits in found.present.values()), 0)
-        any_tier = lengths.lengths_of(c, union, top, page)
+        any_tier = lengths.lengths_of(c, found.anywhere(c.name), top, page)
         out["components"][c.name] = {"any": _of(any_tier)} | {tier: _of(bits) for tier, bits in tiers.items()}
         local = reduce(or_, (found.present.get(tier, {}).get(c.name, 0) for tier in (Tier.DEVICE, Tier.HOST)), 0)
         per_rank = [local | bits for bits in _per_rank(evidence, c.name)]

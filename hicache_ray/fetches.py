@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray import evict, prefetch, transfer
+from hicache_ray.index import from_bits
 from hicache_ray.prefetch import Arrivals, Slice
 from hicache_ray.records import Merged, Move
 from hicache_ray.residency import Residency
@@ -106,6 +107,16 @@ class Fetches:
             if np.any(alone):
                 out.append(Part(part.component, part.tier, part.pages[alone]))
         return tuple(out)
+
+    def apart(self, found: Match) -> tuple[Part, ...]:
+        """What L3 alone has of a prompt and nobody is fetching."""
+        parts = []
+        for c in found.spec.components:
+            near = found.present[Tier.DEVICE][c.name] | found.present[Tier.HOST][c.name]
+            far = found.present.get(Tier.STORAGE, {}).get(c.name, 0) & ~near
+            if far:
+                parts.append(Part(c.name, Tier.STORAGE, np.flatnonzero(from_bits(far, far.bit_length())).astype(np.int32)))
+        return self.missing(found.path, parts) if self._names else tuple(parts)
 
     def begin(self, job: Job, found: Match, chosen: Plan) -> None:
         """Have the plan's pages brought from L3 (there is room on the host): join the fetches that bring them, begin one for the rest."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -90,12 +89,13 @@ class Restore:
 
     def _choose(self, job: Job, found: Match) -> None:
         """Plan a resume, hold what of it is in L2, and have the rest brought from L3."""
-        chosen = plan.choose(found, self._threshold, partial(self._refusal, found))
-        chosen, decision = self._weigh(job, found, chosen)
+        intake = self._intake(found)
+        chosen = plan.choose(found, self._threshold, intake.bounds())
+        chosen, decision = self._weigh(job, found, chosen, intake)
         # What was weighed is what is read: where the wait is bounded by its cost, nothing is added to it.
         if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE) and self.cost is None:
             more = plan.fallback(found, chosen)
-            chosen = more if self._refusal(found, more) is Limit.NONE else chosen
+            chosen = more if intake.refusal(more) is Limit.NONE else chosen
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
         job.evidence = Evidence(found, chosen, job.told, decision)
         self.hold(job, found, chosen, (Tier.HOST,))
@@ -185,8 +185,8 @@ class Restore:
         """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding
         nothing. The wait has a bound; after that the request takes what fits."""
         while True:
-            best = plan.choose(found, self._threshold, partial(self._never, found))
-            if self._refusal(found, best) is Limit.NONE:
+            best = plan.choose(found, self._threshold, self._intake(found, alone=True).bounds())
+            if self._intake(found).refusal(best) is Limit.NONE:
                 return found
             told = found.found[Tier.STORAGE]
             answer = yield Wait.ROOM
@@ -197,22 +197,12 @@ class Restore:
             if answer.late:
                 return found
 
-    def _refusal(self, found: Match, chosen: Plan) -> Limit:
-        """Why a plan's pages cannot come from L3 now."""
-        incoming = self.fetches.missing(found.path, chosen.of(Tier.STORAGE))
-        tokens = prefetch.tokens(self.spec, incoming)
-        if tokens and self.fetches.tokens + tokens > self.settings.prefetch_tokens_in_flight:
-            return Limit.IN_FLIGHT
-        return Limit.NONE if prefetch.fits(self.res, found, chosen, incoming) else Limit.HOST_ROOM
+    def _intake(self, found: Match, alone: bool = False) -> prefetch.Intake:
+        """What of it can come from L3 now; ``alone``: if nobody else wanted anything."""
+        tokens = self.settings.prefetch_tokens_in_flight - (0 if alone else self.fetches.tokens)
+        return prefetch.intake(self.res, found, self.fetches.apart(found), tokens, alone)
 
-    def _never(self, found: Match, chosen: Plan) -> Limit:
-        """Why they could not even if nobody else wanted anything."""
-        incoming = self.fetches.missing(found.path, chosen.of(Tier.STORAGE))
-        if prefetch.tokens(self.spec, incoming) > self.settings.prefetch_tokens_in_flight:
-            return Limit.IN_FLIGHT
-        return Limit.NONE if prefetch.could_fit(self.res, chosen, incoming) else Limit.HOST_ROOM
-
-    def _weigh(self, job: Job, found: Match, chosen: Plan) -> tuple[Plan, Mapping[str, float | str]]:
+    def _weigh(self, job: Job, found: Match, chosen: Plan, intake: prefetch.Intake) -> tuple[Plan, Mapping[str, float | str]]:
         """The plan by which the first token is there soonest, and the numbers behind it."""
         if self.cost is None:
             return chosen, {}
@@ -220,7 +210,7 @@ class Restore:
         job.patience_s = choice.patience_s
         if choice.length < chosen.length:
             chosen = plan.at(found, choice.length, Limit.COST)
-            if self._refusal(found, chosen) is not Limit.NONE:
+            if intake.refusal(chosen) is not Limit.NONE:
                 chosen = plan.at(found, self.cost.local(found, len(job.request.tokens)), Limit.COST)
         return chosen, choice.numbers
 

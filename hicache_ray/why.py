@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import Any
 
 from hicache_ray import lengths
@@ -53,7 +51,7 @@ def judge(evidence: Evidence, res: Residency, ledger: Ledger, now: float) -> Non
     if not beyond:
         return
     evidence.longer = k + 1 + ((beyond & -beyond).bit_length() - 1)
-    anywhere = {c.name: reduce(or_, (bits.get(c.name, 0) for bits in found.present.values()), 0) for c in found.spec.components}
+    anywhere = {c.name: found.anywhere(c.name) for c in found.spec.components}
     missing = []
     for c in found.spec.components:
         if c.role == "draft":
