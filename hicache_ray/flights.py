@@ -29,8 +29,8 @@ class Envelope:
 class Tale:
     """A story under way. ``kind``: request, prefetch, evict, backup, flush or drop.
 
-    ``deadline``: of its present wait; of a flush or a drop, of all its waits together. ``seen``: room on the host when it began to wait
-    for some.
+    ``deadline``: of its present wait; of a flush or a drop, of all that it does before it clears L3. ``seen``: room on the host when it
+    began to wait for some.
     """
 
     name: str

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hicache_ray.errors import HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Compute, Lookup, Move, Outcome
 from hicache_ray.resume import Limit
@@ -121,7 +122,7 @@ def test_the_deadline_ends_the_wait_and_what_has_arrived_is_kept(policy: str, se
     late = [steps.until(is_read)]
     assert past(stack) == pytest.approx(seconds)
     assert (stack.poll("r").tokens, stack.poll("r").limit) == (48 * PAGE, Limit.DEADLINE.value)
-    assert stack.group.next_deadline() is None
+    assert stack.group.next_deadline(held=False) is None
     assert stack.load("r") == 48 * PAGE
     for envelope in late:
         stack.run(envelope)
@@ -160,6 +161,26 @@ def test_no_host_memory_before_the_lookup_has_answered() -> None:
     stack.run(lookup)
     assert (pool.free, pool.held) == (104, 96)
     steps.settle()
+
+
+def test_what_nobody_goes_on_with_is_held_for_a_while_only() -> None:
+    stack = stored(settings={"hold_deadline_s": 7.0})
+    stack.prefetch("r", LONG)
+    stack.prefetch("taken", prompt(2, 100))
+    steps = Steps(stack)
+    steps.run()
+    assert stack.poll("r").state == "ready"
+    assert stack.load("taken") == 0
+    assert len(stack.res.leases.open("r")) == 1
+    began = stack.clock()
+    assert past(stack) == began + 7.0
+    assert stack.poll("r").state == "cancelled"
+    assert "nobody went on with the prefetch r within 7 s" in str(stack.errors["r"])
+    with pytest.raises(HiCacheError, match='nothing is held under the id "r"; prefetch it first'):
+        stack.group.proceed("r")
+    steps.settle()
+    at_rest(stack)
+    assert stack.put(LONG).l2 == 96 * PAGE  # it is still near
 
 
 # -- pages that move meanwhile ----------------------------------------------------------------------------------------------------------
