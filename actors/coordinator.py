@@ -63,10 +63,17 @@ class CoordinatorShell:
         self.ranks = RankHandles(())
         self.begun = Begun()
         self.attached = bool(setup.socket)
+        self._swap = asyncio.Lock()  # of whoever takes the store, gives it back or replaces it; each takes several steps
         self.explainer = Explainer(settings_of(setup.config), tenant_caps(setup.config))
 
     async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
-        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
+        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty. Storage that was taken away stays away:
+        a coordinator that is new learns of it from the ranks, ranks that are new from their coordinator."""
+        async with self._swap:
+            await self._adopt(ranks, begun)
+        await asyncio.to_thread(self._describe)
+
+    async def _adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
         if self.driver is not None:
             await self.driver.close()
         setup, self.begun = self.setup, begun
@@ -77,18 +84,18 @@ class CoordinatorShell:
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.ranks = RankHandles(ranks)
         self.driver = Driver(cache, self.ranks, self.store, self.tags, group, self.explainer)
-        if not self.attached:
-            await self.detach_storage()  # ranks that are new do not know
-        await asyncio.to_thread(self._describe)
+        if not (self.attached and begun.attached):
+            await self._detach()
 
     def _describe(self) -> None:
         """Readable records for whoever asks why something missed; storage may be down, then there are none."""
-        if self.store is None:
+        store = self.store
+        if store is None:
             return
         try:
-            describe(self.store, self.setup.spec, self.begun.recipe, 1.0)
+            describe(store, self.setup.spec, self.begun.recipe, 1.0)
             for namespace in (self.setup.namespace, *self.setup.tenants.values()):
-                self.store.describe(namespace.digest(), namespace.record(), 1.0)
+                store.describe(namespace.digest(), namespace.record(), 1.0)
         except StoreError:
             return
 
@@ -133,17 +140,22 @@ class CoordinatorShell:
         if f"/{PREFIX}{arena}/" not in self.setup.socket:
             return
         await self.forget_storage()
-        if self.store is None:
-            return
-        old, self.store = self.store, open_store(self.setup.socket)
-        if self.driver is not None:
-            self.driver.store = self.store
-        # Those that are dead or frozen are found by others.
-        calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
-        await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
+        async with self._swap:
+            if self.store is None:
+                return
+            old, self.store = self.store, open_store(self.setup.socket)
+            if self.driver is not None:
+                self.driver.store = self.store
+            # Those that are dead or frozen are found by others.
+            calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
+            await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
 
     async def detach_storage(self) -> None:
         """Take L3 away, with requests in flight: their reads end as misses. Returns when we and all ranks have let go of it."""
+        async with self._swap:
+            await self._detach()
+
+    async def _detach(self) -> None:
         self.attached = False
         old, self.store = self.store, None
         if self.driver is not None:
@@ -157,19 +169,20 @@ class CoordinatorShell:
         """L3 is there again, with whatever it holds. Raises :class:`ConfigError` where the deployment has none."""
         if not self.setup.socket:
             raise ConfigError("storage.backend is none, so there is no storage to attach; choose another backend and deploy again")
-        if self.attached:
-            return
-        await asyncio.gather(*(answer(rank.attach_storage.remote(), REOPEN_S) for rank in self.ranks.handles))
-        self.attached, self.store = True, open_store(self.setup.socket)
-        if self.driver is not None:
-            self.driver.attach(self.store)
+        async with self._swap:
+            if self.attached:
+                return
+            await asyncio.gather(*(answer(rank.attach_storage.remote(), REOPEN_S) for rank in self.ranks.handles))
+            self.attached, self.store = True, open_store(self.setup.socket)
+            if self.driver is not None:
+                self.driver.attach(self.store)
         await asyncio.to_thread(self._describe)
 
     async def spaces(self, wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """Spaces (hex) of the namespaces, ours and those known to storage, whose records have these fields; with the records."""
         known: dict[bytes, Mapping[str, str]] = {}
-        if self.store is not None:
-            known |= dict(await asyncio.to_thread(self.store.described, DROP_S))
+        if (store := self.store) is not None:
+            known |= dict(await asyncio.to_thread(store.described, DROP_S))
         known |= {n.digest(): n.record() for n in (self.setup.namespace, *self.setup.tenants.values())}
         found = {d: r for d, r in known.items() if "page_size" in r and all(r.get(name) == value for name, value in wanted.items())}
         return {space_of(digest).hex(): dict(record) for digest, record in found.items()}
@@ -211,23 +224,21 @@ class CoordinatorShell:
         allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
         found = match(driver.cache.res, path, allowed, not settings.exact)
         differs: tuple[str, ...] = ()
-        if self.store is not None:
+        if (store := self.store) is not None:
             told: dict[str, tuple[int, ...]] = {}
             for keys, names in driver.cache.questions(found):
-                answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", keys, names, 2.0))
+                answer = await asyncio.to_thread(ask, store, self.tags, Lookup(0, "where", keys, names, 2.0))
                 told |= answer.found
             found = found.with_storage(told)
             if found.longest(Tier.STORAGE) < found.ceiling:
-                differs = await self._differs(namespace, prompt)
+                differs = await self._differs(store, namespace, prompt)
         held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
         resumable = {t.value: found.longest(t) * spec.page_size for t in ORDER}
         return {"held": held, "resumable": resumable, "pages": len(found.keys), "differs": differs}
 
-    async def _differs(self, namespace: Namespace, prompt: Tokens) -> tuple[str, ...]:
-        setup = self.setup
-        assert self.store is not None
+    async def _differs(self, store: Store, namespace: Namespace, prompt: Tokens) -> tuple[str, ...]:
         try:
-            return await asyncio.to_thread(differing_fields, self.store, namespace, prompt, setup.spec, self.begun.recipe)
+            return await asyncio.to_thread(differing_fields, store, namespace, prompt, self.setup.spec, self.begun.recipe)
         except StoreError:
             return ()
 
