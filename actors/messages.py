@@ -13,13 +13,15 @@ from hicache_ray.spec import CacheSpec
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none. ``tenants``: the namespace of each."""
+    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none. ``tenants``: the namespace of each.
+    ``first``: no incarnation has been before, so nothing of one can be under way."""
 
     config: Config
     spec: CacheSpec
     namespace: Namespace
     socket: str
     tenants: Mapping[str, Namespace] = field(default_factory=dict)
+    first: bool = True
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class CacheGroup:
             self.coordinator = None
         namespace = namespace_of(self.config, self.prepared.model_id)
         tenants = tenant_namespaces(self.config, namespace)
-        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket, tenants)
+        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket, tenants, first=not self.incarnation)
         name = names.coordinator(self.place.app, self.place.replica)
         until = asyncio.get_running_loop().time() + NAME_S
         while True:
