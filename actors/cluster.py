@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -149,9 +149,10 @@ def _started(
     folder = tempfile.mkdtemp(prefix=MODEL_PREFIX)
     begun.callback(shutil.rmtree, folder, ignore_errors=True)
     prepared = prepare(config, folder)
-    ranks = config.model.tp * (config.serve.replicas if address is None else 1)  # of a cluster each replica may have its own node
-    config = fitted(config, prepared.spec, machine.memory(), ranks)
-    check_capacities(config, prepared.spec)
+    if address is None and not ray.is_initialized():  # all ranks will be on this machine; of a cluster each replica measures its own node
+        config = fitted(config, prepared.spec, machine.memory(), config.model.tp * config.serve.replicas)
+        check_capacities(config, prepared.spec)
+        prepared = replace(prepared, fitted=True)
     cluster = Cluster(config, prepared, deployment, interrupts=interrupts)
     _bring_up(cluster, begun, address, step)
     return cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ import pytest
 from hicache_ray.actors.cluster import Cluster
 from hicache_ray.actors.gateway import GatewaySetup
 from hicache_ray.actors.messages import GroupSetup
-from hicache_ray.actors.setup import Here, Prepared, check_disk, namespace_of, node_config, tenant_namespaces
+from hicache_ray.actors.setup import (
+    Here,
+    Prepared,
+    check_disk,
+    fitted_on_node,
+    host_bytes,
+    namespace_of,
+    node_config,
+    tenant_namespaces,
+)  # fmt: skip
 from hicache_ray.config import Config
 from hicache_ray.config_sources import FileText, changed, load
 from hicache_ray.errors import ConfigError
+from hicache_ray.sizing import Memory
 from hicache_ray.spec import CacheSpec
 from hicache_ray.testing import full
 
@@ -51,6 +62,23 @@ def test_no_secret_is_shown_by_accident() -> None:
     for shown in (made, base, spaces, gateway, running, setup):
         assert "a-secret" not in repr(shown)
     assert (gateway.token, running.token, base.salt) == ("a-secret-token", "a-secret-token", "a-secret-salt")
+
+
+def test_a_replica_takes_what_its_own_node_has() -> None:
+    """The machine that started it may be another one, and larger."""
+    unit, prepared = 1 << 20, Prepared("folder", SPEC, "a model")
+    ratio = load(flags={"cache.host_reserve": "1MiB", "model.tp": 2}).config
+    wanted = host_bytes(ratio, SPEC)
+    assert fitted_on_node(ratio, prepared, Memory(64 * wanted, 64 * wanted)) == ratio
+    small = fitted_on_node(ratio, prepared, Memory(64 * wanted, wanted + unit))
+    assert small.cache.host_size == int(wanted * 0.8) // 2  # by cache.host_fraction, for each of two ranks
+    assert fitted_on_node(ratio, replace(prepared, fitted=True), Memory(unit, unit)) == ratio  # they share the machine that was measured
+    told = load(flags={"cache.host_reserve": "1MiB", "cache.host_size": "8MiB", "model.tp": 2}).config
+    assert fitted_on_node(told, prepared, Memory(64 * unit, 17 * unit)) == told
+    with pytest.raises(ConfigError, match=r"on node .+: cache.host_size is 8MiB for each of 2 rank\(s\) .*; choose at most 8388607"):
+        fitted_on_node(told, prepared, Memory(64 * unit, 17 * unit - 1))
+    with pytest.raises(ConfigError, match=r"on node .+: this node has 1,048,576 bytes free"):
+        fitted_on_node(ratio, prepared, Memory(64 * unit, unit))
 
 
 def test_limits_reach_the_arena() -> None:
