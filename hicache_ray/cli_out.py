@@ -21,7 +21,7 @@ from hicache_ray.interrupts import Interrupts
 JsonTo = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the result as JSON; - for stdout")]
 #: Columns of a table that goes to a file or a pipe.
 WIDTH = 120
-STOPPED = "interrupted; everything that was started has been stopped"
+STOPPED = "interrupted; whatever was started has been stopped"
 
 
 def out(to_stderr: bool = False) -> Console:
