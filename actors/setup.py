@@ -34,11 +34,13 @@ HOLD_S, HOLD_MARGIN_S = 30.0, 10.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model folder and the cache spec of its ranks. ``model_id`` names the weights."""
+    """A model folder and the cache spec of its ranks. ``model_id`` names the weights. ``fitted``: the host pools were sized for the machine
+    that all ranks are on; else each replica does it on its own node."""
 
     folder: str
     spec: CacheSpec
     model_id: str
+    fitted: bool = False
 
 
 def settings_of(config: Config) -> Settings:
@@ -119,10 +121,21 @@ def fitted(config: Config, spec: CacheSpec, memory: sizing.Memory, ranks: int) -
     if host_bytes(config, spec) <= share:
         return config
     if not share:
-        raise ConfigError(
-            f"this node has {memory.free:,} bytes free ({memory.limit}), no more than cache.host_reserve; lower that"
-        )
+        raise ConfigError(f"this node has {memory.free:,} bytes free ({memory.limit}), no more than cache.host_reserve; lower that")
     return changed(config, {"cache.host_size": share})
+
+
+def fitted_on_node(config: Config, prepared: Prepared, memory: sizing.Memory) -> Config:
+    """The configuration of a replica all of whose ranks are on this node, which has ``memory``. Raises :class:`ConfigError`, naming the
+    node, where it is too small."""
+    if prepared.fitted:
+        return config
+    try:
+        found = fitted(config, prepared.spec, memory, config.model.tp)
+        check_capacities(found, prepared.spec)
+    except ConfigError as error:
+        raise ConfigError(f"on node {os.uname().nodename}: {error}") from error
+    return found
 
 
 def check_capacities(config: Config, spec: CacheSpec) -> None:

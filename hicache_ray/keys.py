@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Namespace:
     model: str
     revision: str = ""
     adapter: str = ""
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     page_size: int = 64
     tenant: str = ""
 

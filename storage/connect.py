@@ -120,10 +120,10 @@ class ClusterClient:
 
     def close(self) -> None:
         self._closed = True
+        self._here.close()  # first: the memory of this node is what others wait for, and the other nodes may take their time
         self._questions.close()
         if self._sharded is not None and os.getpid() == self._pid:  # in a forked child its threads and locks are not
             self._sharded.close()
-        self._here.close()
 
     # -- whom to ask -------------------------------------------------------------------------------------------------------------
 
