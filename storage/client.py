@@ -54,7 +54,7 @@ class ArenaClient:
                 for _, asked in _parts(tags, max(wire.MAX_ASKED // len(some), 1)):
                     reply = connection.call(Kind.LOOKUP, messages.pack_lookup(some, asked), deadline)
                     for tag, answer in messages.unpack_answers(reply, asked, len(some)).items():
-                        found[tag] = Answer(hit=found[tag].hit | answer.hit << at, pending=found[tag].pending | answer.pending << at)
+                        found[tag] = messages.joined(found[tag], answer, at)
         return found
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:

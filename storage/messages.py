@@ -1,7 +1,7 @@
 """Bodies of the messages that carry more than ids: what is packed on one side is unpacked here for the other.
 
     HELLO    > nothing                          < incarnation 8s | segments u16 | (data bytes u64 | path length u16 | path)*
-    LOOKUP   > keys u32 | tags u32 | keys | tags                  < (hit bits | pending bits) per tag
+    LOOKUP   > keys u32 | tags u32 | keys | tags                  < (hit bits | pending bits | retry bits) per tag
     RESERVE  > ids | lengths u64* | seconds f64                   < reservation u64 | seconds f64 | outcomes u8* | offsets u64*
     SEAL     > reservation u64 | count u32 | done bits | checksums u64*                    < sealed bits
     LEASE    > ids | seconds f64       < lease u64 | seconds f64 | hit bits | (offset | length | checksum | generation: u64 each)*
@@ -73,11 +73,16 @@ def unpack_lookup(reader: Reader) -> tuple[npt.NDArray[np.uint8], list[bytes]]:
 
 
 def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
-    return b"".join(wire.bitset(part, count) for answer in answers for part in (answer.hit, answer.pending))
+    return b"".join(wire.bitset(part, count) for answer in answers for part in (answer.hit, answer.pending, answer.retry))
 
 
 def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, Answer]:
-    return {tag: Answer(hit=reader.bits(count), pending=reader.bits(count)) for tag in tags}
+    return {tag: Answer(hit=reader.bits(count), pending=reader.bits(count), retry=reader.bits(count)) for tag in tags}
+
+
+def joined(known: Answer, more: Answer, at: int) -> Answer:
+    """What is known of the keys before ``at``, and the answer for those from there on."""
+    return Answer(known.hit | more.hit << at, known.pending | more.pending << at, known.retry | more.retry << at)
 
 
 def pack_reserve(ids: Ids, lengths: Sequence[int] | U64, seconds: float) -> bytes:

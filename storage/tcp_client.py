@@ -60,8 +60,7 @@ class TcpStore(TcpDirectory):
                 for _, asked in parts(tags, max(wire.MAX_ASKED // len(some), 1)):
                     reply = borrowed.first.call(TcpKind.LOOKUP, tcp_frames.pack_question(some, asked), borrowed.deadline)
                     for tag, more in tcp_frames.unpack_answers(reply, asked, len(some)).items():
-                        known = found[tag]
-                        found[tag] = Answer(known.hit | more.hit << at, known.pending | more.pending << at, known.retry | more.retry << at)
+                        found[tag] = messages.joined(found[tag], more, at)
         return found
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:

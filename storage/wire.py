@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.ids import ID_BYTES
 
-MAGIC, VERSION = b"hR", 1
+MAGIC, VERSION = b"hR", 2
 HEADER = struct.Struct("<2sBBII")
 MAX_BODY = 4 << 20  # bytes
 MAX_IDS = 16384  # ids, or keys, of one frame

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore, open_store
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.copying import checksum
 from hicache_ray.storage.segment import Segment, _huge_in
-from hicache_ray.store import Lent
+from hicache_ray.storage.tcp import TcpConfig
+from hicache_ray.storage.tcp_client import TcpStore
+from hicache_ray.storage.tcp_server import TcpServer
+from hicache_ray.store import TAG_BYTES, Answer, Lent, Store
 from tests.storage.conftest import PAGES, FakeClock
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
 
@@ -153,6 +157,26 @@ def test_through_the_service(config: ArenaConfig, back: Hook) -> None:
         assert client.clear(TIMEOUT_S) == 2
         assert present(client, range(4)) == set()
         client.close()
+
+
+def test_what_nobody_can_say_now_arrives_as_retry_through_every_client(config: ArenaConfig, back: Hook) -> None:
+    put(back, [1])
+    faulty = FaultyStore(back)
+    with ArenaService(config, make_node=lambda arena: NodeStore(arena, faulty)) as service, ExitStack() as stack:
+        socket, local = service.address.socket, LocalStore(service.node)
+        clients: list[Store] = [local, ArenaClient(socket), open_store(socket)]
+        server = stack.enter_context(TcpServer(local, TcpConfig("secret")))
+        clients.append(TcpStore(server.address, "secret"))
+        for client in clients:
+            stack.callback(client.close)
+        put(local, [2])
+        place = local.reserve([name(3)], [PAGE], TIMEOUT_S)
+        keys, tags = [key(n) for n in range(1, 5)], [TAG, b"u" * TAG_BYTES]
+        for client in clients:
+            faulty.fault("lookup", "error")
+            assert client.lookup(keys, tags, TIMEOUT_S) == {TAG: Answer(0b0010, 0b0100, 0b1001), tags[1]: Answer(retry=0b1111)}
+            assert client.lookup(keys, tags, TIMEOUT_S) == {TAG: Answer(0b0011, 0b0100), tags[1]: Answer()}
+        place.abort()
 
 
 def test_a_node_that_cannot_be_made_leaves_nothing(config: ArenaConfig, back: Hook) -> None:

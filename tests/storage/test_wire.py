@@ -107,9 +107,9 @@ def test_a_lookup_bounds_the_work_of_the_service() -> None:
         messages.unpack_lookup(Reader(wire.number(16384) + wire.number(17)))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**13 - 1), st.integers(0, 2**13 - 1)), max_size=4))
-def test_answers(parts: list[tuple[int, int]]) -> None:
-    answers = [Answer(hit=hit, pending=pending) for hit, pending in parts]
+@given(st.lists(st.tuples(*[st.integers(0, 2**13 - 1)] * 3), max_size=4))
+def test_answers(parts: list[tuple[int, int, int]]) -> None:
+    answers = [Answer(hit, pending, retry) for hit, pending, retry in parts]
     tags = [bytes([i]) * TAG_BYTES for i in range(len(parts))]
     body = Reader(messages.pack_answers(answers, 13))
     assert list(messages.unpack_answers(body, tags, 13).values()) == answers
