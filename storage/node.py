@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,14 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.copying import Copier, as_array
 from hicache_ray.storage.descriptors import Lease, Reservation, Sums
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.movers import Batch
 from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 
+log = logging.getLogger("hicache_ray.storage")
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
 _PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
@@ -59,10 +62,19 @@ class Behind(Protocol):
 class NodeStore:
     """Thread-safe. One lock, held for the arithmetic of a call and never while bytes move or ``back`` is asked."""
 
-    def __init__(self, arena: Arena, back: Store | None = None, behind: Behind | None = None) -> None:
-        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call."""
+    def __init__(
+        self,
+        arena: Arena,
+        back: Store | None = None,
+        behind: Behind | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call.
+        ``clock``: of the calls' deadlines."""
         self.arena, self.back = arena, back
         self.behind = behind
+        self._clock = clock
+        self._copier = Copier(1, kernel="off")  # of promotions: they wait for the store behind, not for the copy
         self._lock = threading.Lock()  # guards the index and the records
         self._records: dict[bytes, dict[str, str]] = {}
         self._record_bytes = 0
@@ -144,27 +156,27 @@ class NodeStore:
     def drop(self, ids: Ids, timeout_s: float) -> int:
         """Bitset of those that existed, here or behind. Raises StoreError where it is not complete behind."""
         names = unpacked(ids) if isinstance(ids, np.ndarray) else list(ids)
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         with self._removal():
             with self._index() as index:
                 existed = index.drop(ids)
             if self.behind is not None:
                 self.behind.on_removed(names, timeout_s)
-            return existed if self.back is None else existed | self.back.drop(names, until - time.monotonic())
+            return existed if self.back is None else existed | self.back.drop(names, until - self._clock())
 
     def clear(self, prefix: bytes, timeout_s: float) -> int:
         """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both, and
         against what is on its way between them. Raises StoreError where it is not complete behind."""
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         seen = set[bytes]() if self.back is None else set(self.back.scan(prefix, timeout_s))
         with self._removal():
             with self._index() as index:
                 seen.update(index.ids(prefix) if self.back is not None else ())
                 count = index.clear(prefix)
             if self.behind is not None:
-                self.behind.on_cleared(prefix, until - time.monotonic())
+                self.behind.on_cleared(prefix, until - self._clock())
             if self.back is not None:
-                self.back.clear(until - time.monotonic(), prefix)
+                self.back.clear(until - self._clock(), prefix)
         if self._on_cleared is not None:
             self._on_cleared(prefix)
         return count if self.back is None else len(seen)
@@ -213,6 +225,7 @@ class NodeStore:
             closed, self._closed = self._closed, True
         if not closed:
             self.behind = None  # it knows this node: without it the memory is free as soon as nobody reads it
+            self._copier.close()
             self.arena.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
@@ -282,34 +295,56 @@ class NodeStore:
         with self._index() as index:
             names = list(dict.fromkeys(unpacked(ids[~index.known(ids)])))
             fence = self._fence
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         for start in range(0, len(names), _PROMOTED):
-            left = until - time.monotonic()
+            left = until - self._clock()
             if left <= 0:
                 return
+            some = names[start : start + _PROMOTED]
             try:
-                with self.back.lease(names[start : start + _PROMOTED], left) as lent:
-                    self._bring(names[start : start + _PROMOTED], lent, owner, fence)
+                with self.back.lease(some, left) as lent:
+                    damaged = self._bring(some, lent, owner, fence, until)
+                if damaged:
+                    self._tell_damaged(damaged, until)
             except StoreError:
                 return
 
-    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int) -> None:
-        found = [(name, as_array(view)) for name, view in zip(names, lent.views, strict=True) if view is not None]
+    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int, until: float) -> dict[bytes, int]:
+        """Copy what is lent, as far as that is done by ``until``. Published is only what was whole, still lent after the copy, and has the
+        checksum that the lender says, where it says one. Returns what has not, with the lengths."""
+        found = [(i, as_array(view)) for i, view in enumerate(lent.views) if view is not None]
         if not found:
-            return
-        place = self.reserve([name for name, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
-        granted, offsets = place.granted.tolist(), place.offsets.tolist()
-        sums: list[int | None] = [None] * len(granted)
+            return {}
+        asked = self._clock()
+        place = self.reserve([names[i] for i, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
+        until = min(until, asked + place.seconds)  # later the memory may be another's
+        copied = [found[n] for n in place.granted.tolist()]
+        sums: list[int | None] = [None] * len(copied)
+        damaged: dict[bytes, int] = {}
         try:
-            for n, i in enumerate(granted):
-                data = found[i][1]
-                self.arena.segment.data[offsets[i] : offsets[i] + data.nbytes] = data
-                sums[n] = checksum(data)
-            valid = {names[i] for i in bits.each(lent.valid())}
-            sums = [value if found[i][0] in valid else None for i, value in zip(granted, sums, strict=True)]
+            memory, offsets = self.arena.segment.data, place.offsets[place.granted].tolist()
+            targets = [memory[at : at + data.nbytes] for at, (_, data) in zip(offsets, copied, strict=True)]
+            batch = Batch.of([data for _, data in copied], targets, of_source=True)
+            read = self._copier.run(batch, lambda: self._clock() >= until).listed()
+            known: Sequence[int | None] = getattr(lent, "checksums", None) or [None] * len(names)
+            valid = lent.valid()
+            for n, ((i, data), value) in enumerate(zip(copied, read, strict=True)):
+                if value is None or not valid >> i & 1:
+                    continue
+                if known[i] in (None, value):
+                    sums[n] = value
+                else:
+                    damaged[names[i]] = data.nbytes
         finally:
             with self._index() as index:
                 index.seal(place.id, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
+        return damaged
+
+    def _tell_damaged(self, damaged: Mapping[bytes, int], until: float) -> None:
+        """A read of its own shows the store behind what it holds: it drops what does not fit, and counts it."""
+        log.warning("%d objects behind the arena do not fit their checksums; they are misses", len(damaged))
+        assert self.back is not None
+        self.back.get(list(damaged), [np.empty(size, np.uint8) for size in damaged.values()], until - self._clock())
 
 
 def _union(here: Answer, behind: Answer) -> Answer:

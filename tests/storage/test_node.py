@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,8 @@ import pytest
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore, open_store
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.copying import checksum
+from hicache_ray.storage.conformance_kit import Clock
+from hicache_ray.storage.copying import SLICE, checksum
 from hicache_ray.storage.segment import Segment, _huge_in
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -103,6 +105,34 @@ def test_a_promotion_never_evicts_what_is_leased(local: LocalStore, back: Hook) 
         assert get(local, [1000]) == set()
         assert lent.valid() == (1 << PAGES) - 1
     assert get(local, [1000]) == {1000}
+
+
+def test_what_is_damaged_behind_is_not_promoted_and_goes_there(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    put(back, [1, 2, 3])
+    assert back.damage(name(2))
+    assert get(local, [1, 2, 3]) == {1, 3}
+    assert node.arena.index.objects == 2
+    assert set(back.scan()) == {name(1), name(3)}
+    assert back.stats(TIMEOUT_S).checksum_failures == 1
+
+
+def test_a_promotion_ends_with_its_callers_deadline(config: ArenaConfig, nothing_left: None) -> None:
+    """By a clock on which every look takes a second: what was copied by then is there, the rest is a miss."""
+    clock, back = Clock(), Hook(16 * SLICE)
+    node = NodeStore(Arena(replace(config, size_bytes=16 * SLICE, slab_bytes=None)), back, clock=clock)
+    size = 9 * SLICE // PAGES  # all of them are more than the bytes between two looks
+    ids = [name(n) for n in range(PAGES)]
+    assert back.put(ids, [page(n, size) for n in range(PAGES)], TIMEOUT_S) == (1 << PAGES) - 1
+    clock.step = 1.0
+    hit = node.lease(ids, node.owner(), 5.0, 6.0).hit
+    clock.step = 0.0
+    assert 0 < hit.sum() < PAGES
+    assert hit.tolist() == sorted(hit.tolist(), reverse=True)  # the first ones
+    back.hook = lambda: clock.advance(5.0)
+    assert not node.lease([ids[-1]], node.owner(), 5.0, 5.0).hit.any()
+    assert node.stats().pending_bytes == 0
+    node.check()
+    node.close()
 
 
 def test_a_clear_fences_promotions(node: NodeStore, local: LocalStore, back: Hook) -> None:
