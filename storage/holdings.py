@@ -179,14 +179,31 @@ class Holdings:
         return np.flatnonzero((offsets >= low) & (offsets < high) & (states != FREE))
 
     def assign(self, space: bytes, tenant: str) -> None:
-        """Ids that begin with ``space`` belong to ``tenant`` from now on; what they hold moves to it."""
-        number = self.tenants.assign(space, tenant)
+        """Ids that begin with ``space`` belong to ``tenant`` from now on; what they hold moves to it, and its oldest go if that is over its
+        cap. Raises StoreError."""
+        before, number = self.tenants.assign(space, tenant)
+        if before == number:
+            return
         state = self.table["state"]
         rows = np.flatnonzero(self.table.starting(space) & (state != FREE))  # dead ones too
         for sign in (-1, 1):
             self.tenants.count(self.table["tenant"][rows], self.table["length"][rows], sign)
             self.tenants.count_objects(self.table["tenant"][rows[state[rows] == SEALED]], sign)
             self.table["tenant"][rows] = number
+        self.order.back(-1)  # the lines of both were made before
+        self.tenants.forget(before)
+        self.shrink(number, 0, self.tick + 1)
+
+    def shrink(self, tenant: int, wanted: int, before: int) -> None:
+        """Evict the oldest of a tenant, as far as they may go and were not used at tick ``before`` or later, until ``wanted`` bytes more
+        fit under its cap."""
+        usage = self.tenants.usage[tenant]
+        while usage.cap and (over := usage.bytes + wanted - usage.cap) > 0:
+            rows = self.oldest("tenant", tenant, 1 + over // max(usage.bytes // max(usage.objects, 1), 1), before)
+            if not len(rows):
+                return
+            younger = np.cumsum(self.table["length"][rows]) - self.table["length"][rows]
+            self.evict(rows[younger < over])
 
     def check(self) -> None:
         """Raises Inconsistent."""

@@ -68,9 +68,11 @@ class NodeStore:
         back: Store | None = None,
         behind: Behind | None = None,
         clock: Callable[[], float] = time.monotonic,
+        records: Mapping[bytes, Mapping[str, str]] | None = None,
     ) -> None:
         """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call.
-        ``clock``: of the calls' deadlines."""
+        ``clock``: of the calls' deadlines. ``records``: kept from the start, so that the caps of the tenants they name hold before anybody
+        describes them. Raises StoreError."""
         self.arena, self.back = arena, back
         self.behind = behind
         self._clock = clock
@@ -84,9 +86,9 @@ class NodeStore:
         self._closed = False
         self._on_lost: Callable[[Sequence[bytes]], None] | None = None
         self._on_cleared: Callable[[bytes], object] | None = None
-        if back is not None:
-            for digest, record in back.described(10.0).items():
-                self._keep(digest, dict(record))
+        behind_arena = back.described(10.0) if back is not None else {}
+        for digest, record in {**behind_arena, **(records or {})}.items():
+            self._keep(digest, dict(record))
 
     def watch(self, on_lost: Callable[[Sequence[bytes]], None], on_cleared: Callable[[bytes], object]) -> None:
         """Have ``on_lost(ids)`` called with what was evicted, dropped or found damaged, and ``on_cleared(prefix)`` after every clear: on
@@ -274,10 +276,10 @@ class NodeStore:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
         if self._record_bytes + size > wire.MAX_RECORDS:
             raise StoreError(f"the descriptions would take {self._record_bytes + size} bytes; the store keeps {wire.MAX_RECORDS}")
-        self._records[digest] = record
-        self._record_bytes += size
         if TENANT in record and len(digest) >= SPACE_BYTES:
             self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
+        self._records[digest] = record
+        self._record_bytes += size
 
     def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
         with self._lock:
