@@ -20,9 +20,10 @@ from dataclasses import asdict
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import messages, wire
 from hicache_ray.storage.arena import Arena, ArenaAddress, ArenaConfig
+from hicache_ray.storage.frames import hang_up
 from hicache_ray.storage.membership import ALONE
 from hicache_ray.storage.node import NodeStore
-from hicache_ray.storage.serving import Handler, Log, hang_up
+from hicache_ray.storage.serving import Handler, Log
 from hicache_ray.storage.wire import Kind, Reader, WireError
 from hicache_ray.store import StoreStats
 
@@ -199,7 +200,7 @@ class ArenaService:
             return messages.pack_lease(node.lease(ids, handler.number, seconds, min(self.config.back_s, seconds / 2)))
         if kind == Kind.RELEASE:
             lease, count = reader.number("Q"), reader.count()
-            node.release(lease, reader.bits(count))
+            node.release(lease, reader.all_bits(count))
             return b""
         if kind == Kind.DROP:
             ids = reader.packed_ids()
@@ -209,15 +210,19 @@ class ArenaService:
 
     def _administer(self, kind: int, reader: Reader, handler: Handler, node: NodeStore) -> bytes:
         if kind == Kind.CLEAR:
-            return wire.number(node.clear(reader.take(reader.number("H")), _CLEAR_S), "Q")
+            prefix = reader.take(reader.number("H"))
+            reader.end()
+            return wire.number(node.clear(prefix, _CLEAR_S), "Q")
         if kind == Kind.SCAN:
             return handler.scan(reader, node)
         if kind == Kind.DESCRIBE:
             node.describe(*messages.unpack_record(reader), self.config.back_s)
             return b""
         if kind == Kind.DESCRIBED:
+            reader.end()
             return json.dumps({digest.hex(): record for digest, record in node.described().items()}).encode()
         if kind == Kind.STATS:
+            reader.end()
             return json.dumps(asdict(node.stats())).encode()
         if kind == Kind.PING:
             return reader.rest()

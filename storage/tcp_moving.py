@@ -107,8 +107,8 @@ def fetch(lease: int, deadline: Deadline, loops: Loader) -> Work:
         if not items:
             return
         link.ask(TcpKind.FETCH, pack_indices(lease, [item.index for item in items]), deadline)
-        sent = link.answer(TcpKind.FETCH, deadline, more=True).bits(len(items))
-        present = [items[n] for n in bits.each(sent) if n < len(items)]
+        sent = link.answer(TcpKind.FETCH, deadline, more=True).all_bits(len(items))
+        present = [items[n] for n in bits.each(sent)]
         sums: list[int | None] = [None] * len(present)
         try:
             link.stream.receive_objects([item.data for item in present], sums, deadline, _loops(loops, present))
@@ -131,7 +131,7 @@ def fill(transfer: int, deadline: Deadline, loops: Loader) -> Work:
         link.ask(TcpKind.FILL, pack_indices(transfer, [item.index for item in items]), deadline)
         link.stream.send_objects([item.data for item in items], sums, deadline, _loops(loops, items))
         link.stream.send([memoryview(wire.numbers("Q", [found or 0 for found in sums]))], deadline)
-        good = link.answer(TcpKind.FILL, deadline).bits(len(items))
+        good = link.answer(TcpKind.FILL, deadline).all_bits(len(items))
         for n in bits.each(good):
             items[n].good = True
 
