@@ -24,6 +24,7 @@ from hicache_ray.storage.frames import hang_up
 from hicache_ray.storage.membership import ALONE
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.serving import Handler, Log
+from hicache_ray.storage.threads import begin, join_all
 from hicache_ray.storage.wire import Kind, Reader, WireError
 from hicache_ray.store import StoreStats
 
@@ -118,9 +119,10 @@ class ArenaService:
             hang_up(self._listener)
         for handler in handlers:
             hang_up(handler.sock)
-        for thread in [self._acceptor, *threads]:
-            if thread is not None and thread.is_alive():
-                thread.join(_JOIN_S)
+        if self._acceptor is not None:
+            threads.append(self._acceptor)
+        if not join_all(threads, _JOIN_S):
+            log.warning("a thread of the arena's service has not ended within %g s", _JOIN_S)
         if self._listener is not None:
             self._listener.close()
 
@@ -141,7 +143,10 @@ class ArenaService:
                     self.warn("the arena cannot accept a connection: %s", error)
                     time.sleep(0.1)  # out of descriptors, say: do not spin
                 continue
-            refusal = self._admit(sock)
+            try:
+                refusal = self._admit(sock)
+            except OSError as error:  # gone already
+                refusal = f"it is lost: {error}"
             if refusal is not None:
                 self.warn("connection refused: %s", refusal)
                 _answer_and_close(sock, refusal)
@@ -158,9 +163,11 @@ class ArenaService:
                 return f"all {self.config.max_connections} connections are taken; see storage.max_connections"
             handler = Handler(self, sock, self._node.owner())
             self._handlers[handler.number] = handler
+            if not begin(handler.thread):
+                del self._handlers[handler.number]
+                return "no thread can be had for it now"
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(handler.thread)
-            handler.thread.start()
         return None
 
     def forget(self, number: int) -> None:
