@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -114,14 +116,7 @@ class NodeStore:
         with self._lock:
             index = self._open()
             answers = [index.lookup(keys, tag) for tag in tags]
-        everything = (1 << len(keys)) - 1
-        if self.back is None or not tags or all(answer.hit == everything for answer in answers):
-            return answers
-        try:
-            found = self.back.lookup(keys if not isinstance(keys, np.ndarray) else unpacked(keys), tags, timeout_s)
-        except StoreError:  # nobody can say now what is behind; what is here is here
-            return [replace(answer, retry=everything & ~answer.hit & ~answer.pending) for answer in answers]
-        return [_union(answer, found[tag]) for answer, tag in zip(answers, tags, strict=True)]
+        return answers if self.back is None else self._look_behind(self.back, keys, tags, answers, timeout_s)
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """As :meth:`ArenaIndex.reserve`."""
@@ -281,6 +276,21 @@ class NodeStore:
         self._records[digest] = record
         self._record_bytes += size
 
+    @staticmethod
+    def _look_behind(back: Store, keys: Ids, tags: Sequence[bytes], answers: list[Answer], timeout_s: float) -> list[Answer]:
+        """Asked is only for what is not here: for the keys that some tag misses, under those tags."""
+        everything = (1 << len(keys)) - 1
+        missed = [everything & ~answer.hit for answer in answers]
+        which = list(bits.each(reduce(or_, missed, 0)))
+        if not which:
+            return answers
+        names = unpacked(keys) if isinstance(keys, np.ndarray) else keys
+        try:
+            found = back.lookup([names[i] for i in which], [tag for tag, miss in zip(tags, missed, strict=True) if miss], timeout_s)
+        except StoreError:  # nobody can say now what is behind; what is here is here
+            return [replace(answer, retry=miss & ~answer.pending) for answer, miss in zip(answers, missed, strict=True)]
+        return [_union(answer, _spread(found[tag], which)) if tag in found else answer for answer, tag in zip(answers, tags, strict=True)]
+
     def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
         with self._lock:
             index = self._open()
@@ -347,6 +357,13 @@ class NodeStore:
         log.warning("%d objects behind the arena do not fit their checksums; they are misses", len(damaged))
         assert self.back is not None
         self.back.get(list(damaged), [np.empty(size, np.uint8) for size in damaged.values()], until - self._clock())
+
+
+def _spread(answer: Answer, which: Sequence[int]) -> Answer:
+    """Bit ``n`` speaks of key ``which[n]``."""
+    if which[-1] == len(which) - 1:
+        return answer
+    return Answer(*(sum(1 << which[n] for n in bits.each(part)) for part in (answer.hit, answer.pending, answer.retry)))
 
 
 def _union(here: Answer, behind: Answer) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -91,6 +91,26 @@ def test_what_is_behind_is_found_and_promoted(node: NodeStore, local: LocalStore
     back.clear(TIMEOUT_S)
     assert get(local, range(6)) == set(range(5))
     assert events(node) == [("sealed", [name(4)])]  # what came from behind need not go there
+
+
+def test_only_what_is_not_here_is_looked_up_behind(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    asked: list[tuple[list[bytes], list[bytes]]] = []
+    lookup = back.lookup
+
+    def noted(keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        asked.append((list(keys), list(tags)))
+        return lookup(keys, tags, timeout_s)
+
+    back.lookup = noted  # type: ignore[method-assign]
+    other = b"u" * TAG_BYTES
+    put(local, [0, 1, 3])
+    put(back, [2, 3])
+    assert present(local, [0, 1]) == {0, 1}
+    assert asked == []
+    found = local.lookup([key(n) for n in (0, 2, 3, 4)], [TAG, other], TIMEOUT_S)
+    assert (found[TAG].hit, found[other]) == (0b0111, Answer())
+    assert present(local, [0, 2, 1, 4, 3]) == {0, 1, 2, 3}
+    assert asked == [([key(n) for n in (0, 2, 3, 4)], [TAG, other]), ([key(2), key(4)], [TAG])]
 
 
 def test_no_time_fetches_nothing(node: NodeStore, back: Hook) -> None:
