@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class State(enum.IntEnum):
 
 
 #: What is kept per object. ``pins``: open leases, plus one while a writer holds it; ``tick``: when it was last used; ``serial``: grows
-#: with every object that has the row.
+#: with every object that has the row. It comes round after 2**32 of them, which none lives through that remembers it: reservations are open
+#: for seconds.
 COLUMNS = {
     **{"length": "i8", "offset": "i8", "checksum": "u8", "tick": "i8", "pins": "i4", "serial": "i4"},
     **{"kind": "i2", "tenant": "i2", "state": "u1"},
@@ -61,6 +63,7 @@ class Holdings:
     def __init__(self, slabs: SlabMap, generations: Any, caps: Mapping[str, int] | None) -> None:
         self.slabs = slabs
         self.generations: npt.NDArray[np.uint64] = np.asarray(generations, np.uint64)
+        slabs.on_carved = partial(_carved, self.generations)
         self.table = IdTable(columns=COLUMNS)
         self.tenants = Tenants(caps)
         self.counters = Counters()
@@ -241,3 +244,9 @@ class Holdings:
         table["pins"][rows] = 0
         table["tick"][rows] = -1
         table.free(rows)
+
+
+def _carved(generations: npt.NDArray[np.uint64], low: int, high: int) -> None:
+    """An object that lay here began at another block, perhaps, than what comes in its place: whoever still reads it must see that. (Not a
+    method: slabs that knew their owner would keep the memory mapped.)"""
+    generations[low // BLOCK : high // BLOCK] += np.uint64(1)
