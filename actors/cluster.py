@@ -201,7 +201,7 @@ def _start_storage(cluster: Cluster, begun: ExitStack, ours: bool) -> None:
         begun.callback(_quietly, storage.end, config)
     if problem := storage.unreachable(config):
         log.warning("%s", problem)
-    cluster.socket = storage.ensure(config, ray.get_runtime_context().get_node_id()).socket
+    cluster.socket = storage.ensure(config, ray.get_runtime_context().get_node_id(), cluster.prepared.model_id).socket
 
 
 def _start_serve(config: Config, begun: ExitStack, ours: bool) -> None:

@@ -110,7 +110,7 @@ class HiCacheDeployment:
     async def _start(self) -> None:
         if self.config.storage.backend != "none":
             node = ray.get_runtime_context().get_node_id()
-            found = await asyncio.to_thread(storage.ensure, self.config, node)  # the first replica on a node makes it
+            found = await asyncio.to_thread(storage.ensure, self.config, node, self.group.prepared.model_id)  # the first on a node makes it
             self.group.place = replace(self.group.place, socket=found.socket)
         self.group.config = await asyncio.to_thread(self._fitted)
         await self.group.start()

@@ -204,8 +204,9 @@ def arena_config(config: Config, here: Here | None = None) -> ArenaConfig:
     )
 
 
-def node_config(config: Config, here: Here, token: str) -> NodeConfig:
-    """Settings of a node's storage; to be called on that node. ``token``: of the cluster's stores. Raises :class:`ConfigError`."""
+def node_config(config: Config, here: Here, token: str, records: Mapping[bytes, Mapping[str, str]] | None = None) -> NodeConfig:
+    """Settings of a node's storage; to be called on that node. ``token``: of the cluster's stores. ``records``: see
+    :func:`space_records`. Raises :class:`ConfigError`."""
     store = config.storage
     domain = here.labels.get(store.label, "") if store.label else ""
     return NodeConfig(
@@ -220,6 +221,7 @@ def node_config(config: Config, here: Here, token: str) -> NodeConfig:
         flight_port=store.flight_port,
         disk=disk_config(config, here),
         write_behind_bytes=store.write_behind or max(store.size // 4, 1),
+        records=records or {},
     )
 
 
@@ -267,6 +269,12 @@ def tenant_namespaces(config: Config, base: Namespace) -> Mapping[str, Namespace
         secret = tenant.salt.get_secret_value()
         out[name] = replace(base, tenant=name, salt=f"{len(base.salt)}:{base.salt}:{secret}" if base.salt else secret)
     return out
+
+
+def space_records(config: Config, model_id: str) -> Mapping[bytes, Mapping[str, str]]:
+    """Records, by digest, of the namespaces of a deployment: with them a store knows from its start whose bytes it keeps."""
+    base = namespace_of(config, model_id)
+    return {space.digest(): space.record() for space in (base, *tenant_namespaces(config, base).values())}
 
 
 def tenant_caps(config: Config) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hicache_ray.actors import directory, names
 from hicache_ray.actors.heartbeat import CALL_S, Heartbeat
 from hicache_ray.actors.remote import cause, living
-from hicache_ray.actors.setup import LOOPBACK, SHARED_MEMORY, Here, arena_name, node_config
+from hicache_ray.actors.setup import LOOPBACK, SHARED_MEMORY, Here, arena_name, node_config, space_records
 from hicache_ray.config import Config
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.owned import PREFIX
@@ -35,16 +35,19 @@ SWEEP_S = 15.0
 #: An actor that does not close itself within this time is killed; longer where it may have a disk to write to.
 CLOSE_S, DISK_CLOSE_S = 5.0, 15.0
 
+Records = Mapping[bytes, Mapping[str, str]]
+
 
 class StorageShell:
     """Lives until :meth:`close` and ``ray.kill``; Ray starts it anew after a crash, with a new incarnation and what its disk kept."""
 
-    def __init__(self, config: Config, node: str) -> None:
+    def __init__(self, config: Config, node: str, records: Records) -> None:
+        """``records``: of the namespaces, known from the start of every incarnation."""
         if ray.get_runtime_context().was_current_actor_reconstructed:
             told: list[Here] = []
-            self.node = persistently(lambda: _start_again(config, node, told))
+            self.node = persistently(lambda: _start_again(config, node, records, told))
         else:
-            self.node = _start(config, where(node))
+            self.node = _start(config, where(node), records)
         self.heart = Heartbeat(self.node, registrar(config.storage.name)).start()
 
     def address(self) -> dict[str, str]:
@@ -100,21 +103,21 @@ def tell_coordinators(config: Config, here: Here) -> None:
         actor.storage_died.remote(arena)
 
 
-def _start(config: Config, here: Here) -> StorageNode:
+def _start(config: Config, here: Here, records: Records) -> StorageNode:
     try:
         token = ray.get(directory.find(config.storage.name).token.remote(), timeout=START_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise StoreError(f"the directory of store {config.storage.name} did not answer: {cause(error)}") from error
-    return StorageNode(node_config(config, here, token)).start()
+    return StorageNode(node_config(config, here, token, records)).start()
 
 
-def _start_again(config: Config, node: str, told: list[Here]) -> StorageNode:
+def _start_again(config: Config, node: str, records: Records, told: list[Here]) -> StorageNode:
     """In the place of a dead incarnation. ``told``: filled when those who use it have been told, which once is enough."""
     here = where(node)
     if not told:
         tell_coordinators(config, here)
         told.append(here)
-    return _start(config, here)
+    return _start(config, here, records)
 
 
 def persistently(start: Callable[[], T]) -> T:
@@ -158,9 +161,10 @@ class Ensured:
     socket: str
 
 
-def ensure(config: Config, node: str) -> Ensured:
-    """The storage actor of a node, and the directory of its store, made if there is none. Raises :class:`StoreError` when it does not come
-    up."""
+def ensure(config: Config, node: str, model_id: str | None = None) -> Ensured:
+    """The storage actor of a node, and the directory of its store, made if there is none. ``model_id``: of the model that is served, None
+    where that is not known: then the store learns whose bytes it keeps from whoever describes them. Raises :class:`StoreError` when it
+    does not come up."""
     store = config.storage.name
     directory.ensure(store, node)
     name = names.storage(store, node)
@@ -171,7 +175,7 @@ def ensure(config: Config, node: str) -> Ensured:
         lifetime="detached",
         get_if_exists=True,
         scheduling_strategy=on(node),
-    ).remote(config, node)
+    ).remote(config, node, {} if model_id is None else space_records(config, model_id))
     try:
         address = ray.get(actor.address.remote(), timeout=START_S)
     except (ray.exceptions.RayError, TimeoutError) as error:

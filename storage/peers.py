@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -216,5 +217,8 @@ class Peers:
             self._closed = True
             peers, self._peers = [*self._peers.values(), *self._retired], {}
             self._retired = []
+        until = time.monotonic() + _CLOSE_S
         for peer in peers:
-            peer.close(_CLOSE_S)
+            peer.close()
+        for peer in peers:
+            peer.close(max(until - time.monotonic(), 0.0))
