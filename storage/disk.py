@@ -86,6 +86,8 @@ class DiskStore:
             while plan.wanted is not None:
                 self._grow(plan, until)
             self._write(plan, [Write(placed, arrays[placed.number]) for placed in plan.placed], until)
+            with suppress(StoreError):  # what was given up for nothing; what cannot be removed counts, and is tried again
+                self._writer.tidy(until)
             return sum(1 << i for i, id in enumerate(ids) if id in plan.visible)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
@@ -121,14 +123,14 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 existed = self._index.drop(ids)
-            self._forget(until)
+            self._writer.forget(until)
             return existed
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 count = self._index.clear(prefix)
-            self._forget(until)
+            self._writer.forget(until)
             return count
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
@@ -319,12 +321,6 @@ class DiskStore:
                 self._leases.end(lease)
 
         return DiskLent(views, until, self.clock, end)
-
-    def _forget(self, until: float) -> None:
-        """Write what a drop changed: all of it, because an older copy of an object may wait to be overwritten elsewhere."""
-        with self._lock:
-            segments = self._index.segments()
-        self._writer.forget(segments, until)
 
     def _writable(self) -> bool:
         return self._off is None or self.clock() >= self._off[1]

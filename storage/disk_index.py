@@ -50,6 +50,10 @@ class DiskIndex:
     def segments(self) -> list[Segment]:
         return list(self.slots.segments.values())
 
+    def has(self, segment: Segment) -> bool:
+        """False once it was given up: its file goes, or is gone, and its descriptor may be another file's."""
+        return self.slots.segments.get(segment.number) is segment
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -93,10 +97,15 @@ class DiskIndex:
                     self._place(plan, Placed(number, id, length, *at, self.slots.tick + 1))
 
     def grown(self, plan: Plan, made: Segment | None, error: Exception | None) -> None:
-        """The segment that the plan wanted, or why there is none: then nothing more is placed."""
+        """The segment that the plan wanted, or why there is none: then nothing more is placed.
+
+        What others have stored since the plan was made is not stored again.
+        """
         plan.wanted, plan.error = None, error
         if made is not None:
             self.slots.add(made)
+        ids = [id for _, id, _ in plan.todo]
+        plan.visible |= {id for id, at in zip(ids, self._find(ids), strict=True) if at >= 0}
 
     def record(self, placed: Placed, checksum: int) -> bool:
         """Its bytes are on the disk: write its record, in memory. False where it was dropped meanwhile."""
@@ -109,15 +118,16 @@ class DiskIndex:
     def seal(self, plan: Plan, done: Sequence[Placed]) -> None:
         """Make visible those whose records are on the disk and that were not dropped meanwhile; give the others up."""
         good = [placed for placed in done if placed.segment.state[placed.slot] == RESERVED]
+        if good:
+            places = np.array([place(placed.segment, placed.slot) for placed in good], np.int64)
+            entered = self.table.insert([placed.id for placed in good], places).tolist()
+            good = [placed for placed, there in zip(good, entered, strict=True) if there]
         for placed in good:
             del self.reserved[placed.id]
             placed.segment.state[placed.slot] = SEALED
             placed.segment.sealed += 1
             placed.segment.busy -= 1
             plan.visible.add(placed.id)
-        if good:
-            places = np.array([place(placed.segment, placed.slot) for placed in good], np.int64)
-            self.table.insert([placed.id for placed in good], places)
         sealed = {placed.id for placed in good}
         self._give_up([placed for placed in plan.placed if placed.id not in sealed])
         found = zip(plan.order, self._find(plan.order), strict=True)

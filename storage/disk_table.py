@@ -36,12 +36,14 @@ class PlaceTable:
         rows = self._table.find(_named(hashes_of(ids)))
         return np.where(rows >= 0, self._table["place"][rows], -1)
 
-    def insert(self, ids: Ids, places: Places) -> None:
-        """Ids that are not there and differ from each other."""
+    def insert(self, ids: Ids, places: Places) -> npt.NDArray[np.bool_]:
+        """Flags: which of them are there now. Not one whose hash another id has, be it of this call."""
         names = _named(hashes_of(ids))
         new = (self._table.find(names) < 0) & ~self._table.repeated(names)
         rows = self._table.add(names[new])
         self._table["place"][rows] = places[new]
+        entered: npt.NDArray[np.bool_] = new
+        return entered
 
     def remove(self, id: bytes, place: int) -> None:
         """Raises Inconsistent where it is not there."""

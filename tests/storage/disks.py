@@ -23,6 +23,7 @@ BLOCK = 4096
 CALLS = (
     *("open", "close", "lock", "pread", "pwrite", "fallocate", "fdatasync", "fsync", "size", "unlink", "rename", "files", "room"),
 )  # fmt: skip
+OpenDisk = Callable[..., DiskStore]
 READS = ("pread", "size", "files", "room")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hicache_ray.storage import DiskStore
 from hicache_ray.storage.disk_io import DiskOs
-from tests.storage.disks import get, put, small, visible
+from tests.storage.disks import OpenDisk, get, put, small, visible
 from tests.storage.objects import TIMEOUT_S, name
 
 SECTOR = 512
@@ -61,7 +61,7 @@ class PowerOs(DiskOs):
 
 
 @pytest.mark.parametrize("fsync", ["batch", "always"])
-def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, fsync: str) -> None:
+def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, disk: OpenDisk, fsync: str) -> None:
     chance = random.Random(7)
     (memory / "live").mkdir()
     port = PowerOs()
@@ -85,7 +85,7 @@ def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, fsync: str) 
 
     port = Moments()
     config: dict[str, Any] = {"fsync": fsync, "direct": "off"}
-    store = DiskStore(small(memory / "live", **config), os_port=port)
+    store = disk(small(memory / "live", **config), os_port=port)
     for i in range(60):
         numbers = [3 * n for n in range(i, i + 3)] if i < 40 else list(range(5 * i, 5 * i + 3))
         held = set(visible(store))
