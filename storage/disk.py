@@ -28,6 +28,7 @@ from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import DiskLent, Leases
+from hicache_ray.storage.disk_moves import Mover
 from hicache_ray.storage.disk_plan import Found, Plan
 from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
@@ -65,6 +66,7 @@ class DiskStore:
         self._lock = threading.Condition(threading.Lock())
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
+        self._mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
         self._leases = Leases(self._index, clock, config.lease_s, config.lease_bytes)
         self._calls = 0
         self._off: tuple[str, float] | None = None  # why writes are off, and until when
@@ -83,7 +85,7 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 plan = self._index.reserve(ids, [array.nbytes for array in arrays], self._writable())
-            while plan.wanted is not None:
+            while plan.todo:
                 self._grow(plan, until)
             self._write(plan, [Write(placed, arrays[placed.number]) for placed in plan.placed], until)
             with suppress(StoreError):  # what was given up for nothing; what cannot be removed counts, and is tried again
@@ -254,10 +256,12 @@ class DiskStore:
             self._lock.release()
 
     def _grow(self, plan: Plan, until: float) -> None:
-        """Make the segment that the plan waits for, and go on with it. Raises StoreTimeout; the segment is used by others then."""
+        """Make or empty the segment that the plan waits for, and go on with it. Raises StoreTimeout; others use what was made then."""
         made: list[Segment] = []
         shape = plan.wanted
-        assert shape is not None
+        if shape is None:
+            self._compact(plan, until)
+            return
 
         def job(staging: memoryview, batch: Batch) -> None:
             made.append(self._files.make(shape, staging))
@@ -270,6 +274,18 @@ class DiskStore:
         (error,) = self._workers.run([job], until, abandoned)
         with self._lock:
             self._index.grown(plan, made[0] if made else None, error)
+            self._index.proceed(plan)
+
+    def _compact(self, plan: Plan, until: float) -> None:
+        assert plan.leaving is not None
+
+        def abandoned() -> None:
+            with self._lock:
+                self._index.abandon(plan)
+
+        error = self._mover.empty(plan.leaving, until, abandoned)
+        with self._lock:
+            self._index.grown(plan, None, error)
             self._index.proceed(plan)
 
     def _write(self, plan: Plan, writes: Sequence[Write], until: float) -> None:

@@ -45,6 +45,14 @@ class PlaceTable:
         entered: npt.NDArray[np.bool_] = new
         return entered
 
+    def move(self, id: bytes, old: int, new: int) -> bool:
+        """False where it does not lie at ``old``."""
+        rows = self._table.find(_named(hashes_of([id])))
+        if rows[0] < 0 or self._table["place"][rows[0]] != old:
+            return False
+        self._table["place"][rows] = new
+        return True
+
     def remove(self, id: bytes, place: int) -> None:
         """Raises Inconsistent where it is not there."""
         rows = self._table.find(_named(hashes_of([id])))

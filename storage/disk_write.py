@@ -22,16 +22,20 @@ class Writer:
         self._port, self._workers, self._lock, self._index = port, workers, lock, index
         self._between, self._after = fsync == "always", fsync != "never"
 
-    def store(self, writes: Sequence[Write], until: float, abandoned: Callable[[], None]) -> tuple[list[Write], Exception | None]:
+    def store(
+        self, writes: Sequence[Write], until: float, abandoned: Callable[[], None], replacing: bool = False
+    ) -> tuple[list[Write], Exception | None]:
         """Write objects into the slots reserved for them; returns those whose records are on the disk, and what went wrong, if anything.
 
+        ``replacing``: there are older records of these objects, so whoever finds a new one must find the bytes.
         Raises StoreTimeout or StoreClosed; ``abandoned()`` is called then, as soon as nobody writes any more.
         """
-        refused = self.flush({write.segment for write in writes}, until, self._between, abandoned)
+        between = self._between or (replacing and self._after)
+        refused = self.flush({write.segment for write in writes}, until, between, abandoned)
         writes = [write for write in writes if write.segment not in refused]
         segments = {write.segment for write in writes}
         errors = self._workers.run(write_jobs(self._port, writes, self._workers.staging_bytes), until, abandoned)
-        if self._between:
+        if between:
             errors += self._workers.run(sync_jobs(self._port, list(segments)), until, abandoned)
             if any(errors):
                 return [], next(filter(None, errors))
