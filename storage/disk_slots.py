@@ -163,7 +163,7 @@ class SlotMap:
         """The coldest segment of another class that nobody uses now, nor since ``before``."""
         if len(self._classes) == 1 and size in self._classes:
             return None
-        others = (s for s in self.segments.values() if s.file.shape.slot_bytes != size and not s.busy and s.newest < before)
+        others = (s for s in self.segments.values() if s.file.shape.slot_bytes != size and not (s.busy or s.leaving) and s.newest < before)
         return min(others, key=mean_use, default=None)
 
     def check(self) -> None:
