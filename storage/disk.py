@@ -165,20 +165,26 @@ class DiskStore:
                 leases=len(self._leases), writes_off=self._off[0] if self._off else "",
             )  # fmt: skip
 
-    def close(self) -> None:
-        """Waits for calls under way, then leaves footers behind for a fast start. Idempotent."""
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Waits for calls under way, then leaves footers behind for a fast start. Idempotent.
+
+        After ``timeout_s`` a disk that hangs is left alone. Its files stay open, and the directory locked, as long as this process lives:
+        a call that wakes up must not meet another file under its descriptor.
+        """
+        until = time.monotonic() + timeout_s
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._lock.wait_for(lambda: not self._calls, _CLOSE_S)
+            idle = self._lock.wait_for(lambda: not self._calls, timeout_s)
         try:
-            self._writer.leave(self._index.segments(), time.monotonic() + _CLOSE_S)
+            if idle:
+                self._writer.leave(self._index.segments(), until)
         except (StoreError, OSError):
             pass  # the next start reads the records instead
         finally:
-            self._workers.close()
-            self._files.close()
+            if self._workers.close(max(until - time.monotonic(), 0.0)):
+                self._files.close()
 
     # -- beyond it ---------------------------------------------------------------------------------------------------------------
 

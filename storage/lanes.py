@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -43,7 +44,7 @@ class Lane:
         return future
 
     def close(self, timeout_s: float) -> None:
-        """Idempotent. What has not begun is cancelled; what has is waited for, ``timeout_s`` seconds at most."""
+        """Idempotent. What has not begun is cancelled; what has is waited for, ``timeout_s`` seconds at most. See ``busy``."""
         with self._lock:
             self._closed = True
             for future, _ in self._calls:
@@ -51,8 +52,9 @@ class Lane:
             self._calls.clear()
             self._lock.notify_all()
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        until = time.monotonic() + timeout_s
         for thread in threads:
-            thread.join(timeout_s)
+            thread.join(max(until - time.monotonic(), 0.0))
 
     def busy(self) -> bool:
         """Is any of its threads alive?"""

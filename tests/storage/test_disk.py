@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hicache_ray.errors import ConfigError, StoreError, StoreTimeout
+from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import DiskConfig
 from hicache_ray.storage.disk_format import Geometry, geometry, slot_size
 from hicache_ray.storage.disk_io import DiskOs
@@ -431,6 +431,29 @@ def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path:
     store.check()
     assert store._index.reserved == {}
     assert store._index.slots.pins == {}
+
+
+def test_a_disk_that_hangs_does_not_hold_up_a_close_and_keeps_its_files(tmp_path: Path, disk: OpenDisk) -> None:
+    hang, free = threading.Event(), threading.Event()
+
+    def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        if hang.is_set() and call == "pwrite":
+            assert free.wait(30.0)
+
+    store = disk(small(tmp_path), os_port=CountingOs(strike))
+    put(store, [0])
+    hang.set()
+    with pytest.raises(StoreTimeout):
+        store.put([name(3)], [page(3, size_of(3))], 0.05)
+    store.close(0.1)
+    with pytest.raises(StoreClosed):
+        get(store, [0])
+    with pytest.raises(ConfigError, match="belongs to a store that is running"):
+        disk(small(tmp_path))
+    free.set()
+    assert store._workers.close(30.0)
+    store._files.close()
+    assert visible(disk(small(tmp_path))) == [0]
 
 
 def test_a_put_that_a_clear_overtakes_stores_nothing(tmp_path: Path, disk: OpenDisk) -> None:
