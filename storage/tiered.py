@@ -2,8 +2,8 @@
 
 The front is where objects arrive; what it has no room for goes to the back at once. What is read from the back is promoted into the front.
 A drop or clear is fenced in both, and against what is on its way between them: first the front forgets, so that nothing new sets out, then
-what is being written behind is waited for and undone, then the back forgets. If a promotion or a put of it was under way
-then, both forget once more when that has ended.
+what is being written behind is waited for and undone, then the back forgets. If a promotion of it was under way, both forget once more when
+that has ended. A put that was under way goes no further than the tier in which it is, which has a fence of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
@@ -44,14 +44,18 @@ class TieredStore:
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         left = self._begin(timeout_s)
         lengths = [as_array(source).nbytes for _, source in zip(ids, sources, strict=True)]
-        with self._under_way.moving(ids) as wanted:  # all of it: what a clear of the front has overtaken looks as if there were no room
+        with self._under_way.moving(ids, awaited=False) as moving:
             visible = self.front.put(ids, sources, left())
             there = list(bits.each(visible))
             self.behind.add([ids[i] for i in there], [lengths[i] for i in there])
             taken = {ids[i] for i in there}
-            rest = [i for i, id in enumerate(ids) if id not in taken and id in wanted]
+            free = moving.wanted - taken - self._under_way.revoked(moving)  # what was overtaken looks as if there were no room
+            rest = [i for i, id in enumerate(ids) if id in free]
             if rest:
                 visible |= _spread(self.back.put([ids[i] for i in rest], [sources[i] for i in rest], left()), rest)
+                if late := [i for i in rest if ids[i] in self._under_way.revoked(moving)]:
+                    self.back.drop([ids[i] for i in late], left())
+                    visible &= ~sum(1 << i for i in late)
         with self._lock:
             self._refused += len({id for i, id in enumerate(ids) if not visible >> i & 1} - taken)
         return visible
@@ -61,9 +65,9 @@ class TieredStore:
         hit = self.front.get(ids, targets, left())
         rest = [i for i in range(len(ids)) if not hit >> i & 1]
         if rest:
-            with self._under_way.moving([ids[i] for i in rest]) as promoted:
+            with self._under_way.moving([ids[i] for i in rest], awaited=True) as moving:
                 hit |= (found := _spread(self.back.get([ids[i] for i in rest], [targets[i] for i in rest], left()), rest))
-                self._promote([i for i in bits.each(found) if ids[i] in promoted], ids, targets, left)
+                self._promote([i for i in bits.each(found) if ids[i] in moving.wanted], ids, targets, left)
         with self._lock:
             self._gets += len(ids)
             self._misses += len(ids) - hit.bit_count()
@@ -206,40 +210,59 @@ class TieredLent:
         self.release()
 
 
+@dataclass(eq=False)
+class _Moving:
+    """Some ids on their way: ``wanted``, and of those what a drop has named since (``revoked``)."""
+
+    wanted: set[bytes]
+    awaited: bool
+    revoked: set[bytes] = field(default_factory=set)
+
+
 class _UnderWay:
     """Ids on their way into a tier, and the drops that must not be overtaken by them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._moving: dict[object, set[bytes]] = {}
+        self._moving: set[_Moving] = set()
         self._fences: dict[object, Callable[[bytes], bool]] = {}
 
     @contextmanager
-    def moving(self, ids: Sequence[bytes]) -> Iterator[set[bytes]]:
-        """Gives those of ``ids`` that nobody is dropping now; a drop that begins meanwhile waits, and looks again."""
-        token = object()
+    def moving(self, ids: Sequence[bytes], awaited: bool) -> Iterator[_Moving]:
+        """Of ``ids``, those that nobody is dropping now. ``awaited``: a drop that begins meanwhile waits for the end."""
         with self._changed:
-            mine = self._moving[token] = {id for id in ids if not any(fence(id) for fence in self._fences.values())}
+            mine = _Moving({id for id in ids if not any(fence(id) for fence in self._fences.values())}, awaited)
+            self._moving.add(mine)
         try:
             yield mine
         finally:
             with self._changed:
-                del self._moving[token]
+                self._moving.remove(mine)
                 self._changed.notify_all()
+
+    def revoked(self, moving: _Moving) -> set[bytes]:
+        """By now."""
+        with self._changed:
+            return set(moving.revoked)
 
     @contextmanager
     def fenced(self, hit: Callable[[bytes], bool]) -> Iterator[Callable[[float], bool]]:
-        """Nothing that ``hit`` names sets out meanwhile. Gives ``wait(seconds)`` for what had set out: whether there was any, and it has
-        ended. Raises StoreTimeout."""
+        """Nothing that ``hit`` names sets out meanwhile. Gives ``wait(seconds)`` for what had set out and is awaited: whether there was
+        any, and it has ended. Raises StoreTimeout."""
         fence = object()
         with self._changed:
             self._fences[fence] = hit
-            waited = {token for token, ids in self._moving.items() if any(map(hit, ids))}
+            waited = set()
+            for moving in self._moving:
+                found = {id for id in moving.wanted if hit(id)}
+                moving.revoked |= found
+                if found and moving.awaited:
+                    waited.add(moving)
 
         def wait(seconds: float) -> bool:
             with self._changed:
                 if not self._changed.wait_for(lambda: waited.isdisjoint(self._moving), seconds):
-                    raise StoreTimeout("a call that moves what is dropped did not end within the deadline")
+                    raise StoreTimeout("a read that promotes what is dropped did not end within the deadline")
             return bool(waited)
 
         try:
