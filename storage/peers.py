@@ -82,6 +82,10 @@ class Sent(Generic[T]):
         self.report(False)
         raise StoreTimeout(f"node {self.member.node} did not answer before the deadline")
 
+    def done(self) -> bool:
+        """Is there a result, of whatever kind, without waiting?"""
+        return self.future is None or self.future.done()
+
     def report(self, well: bool | None) -> None:
         """To the breaker, once: whoever comes first, the thread that asked or the one that waited for it."""
         with self._lock:
@@ -159,6 +163,12 @@ def settle(sent: Iterable[Sent[T]], deadline: Deadline) -> None:
     futures = [one.future for one in sent if one.future is not None]
     if futures:
         wait(futures, max(0.0, deadline.at - deadline.clock()))
+
+
+def half(deadline: Deadline) -> Deadline:
+    """Of what is left: there must be time to do without who has not answered by then."""
+    now = deadline.clock()
+    return Deadline(deadline.clock, now + max(deadline.at - now, 0.0) / 2)
 
 
 def finish(sent: Iterable[Sent[T]], deadline: Deadline) -> None:
