@@ -199,7 +199,7 @@ class Cache:
             named = job.path.names(made.component, pages)
             part = Lease(lease.id, lease.holder, lease.place, lease.slots[list(made.positions[: len(pages)])])
             names = [name if i < made.canonical else other(name) for i, name in enumerate(named)]
-            insert.publish(self.res, made.component, names, part)
+            insert.publish(self.res, made.component, names, pages, part)
             component = self.spec[made.component]
             used = lengths.needed(component, run.shape.begin(component) // self.spec.page_size, self.spec.page_size)
             both = [*path.names(made.component, used), *names]

@@ -43,7 +43,7 @@ class Index:
         self._slots = np.full((len(self._column), 64), ABSENT, dtype=np.int32)
         self._durable = np.zeros((len(self._column), 64), dtype=bool)
         self._uses = np.zeros((len(self._column), 64), dtype=np.int32)
-        self._depth = np.zeros(64, dtype=np.int32)
+        self._depth = np.full(64, ABSENT, dtype=np.int32)
         self._inner = np.zeros(64, dtype=bool)  # a cached path goes on behind this page
         self._fork = np.zeros(64, dtype=bool)  # another path leaves a cached one soon after this page
 
@@ -97,7 +97,7 @@ class Index:
                 self._slots = np.concatenate([self._slots, np.full_like(self._slots, ABSENT)], axis=1)
                 self._durable = np.concatenate([self._durable, np.zeros_like(self._durable)], axis=1)
                 self._uses = np.concatenate([self._uses, np.zeros_like(self._uses)], axis=1)
-                self._depth = np.concatenate([self._depth, np.zeros_like(self._depth)])
+                self._depth = np.concatenate([self._depth, np.full_like(self._depth, ABSENT)])
                 self._inner = np.concatenate([self._inner, np.zeros_like(self._inner)])
                 self._fork = np.concatenate([self._fork, np.zeros_like(self._fork)])
                 self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
@@ -118,6 +118,7 @@ class Index:
             self._durable[:, entry] = False
             self._uses[:, entry] = 0
             self._inner[entry] = self._fork[entry] = False
+            self._depth[entry] = ABSENT  # the next one under this id is elsewhere in its prompt
             self._unused.append(entry)
         return slots
 
@@ -148,11 +149,15 @@ class Index:
         self._depth[entries[entries != ABSENT]] = pages[entries != ABSENT]
 
     def depth(self, entries: Entries) -> npt.NDArray[np.int32]:
-        return self._depth[entries]
+        """Which pages of their prompts these (all there) are. Raises where that was never said: a rank that holds its pages in turn would
+        take others' for its own."""
+        out = self._depth[entries]
+        if (out == ABSENT).any():
+            raise Inconsistent("a page is cached of which nobody has said where in its prompt it is")
+        return out
 
     def follow(self, entries: Entries) -> None:
         """These are the pages of one path, root first: behind each but the last one it goes on."""
-        self.set_depth(entries, np.arange(len(entries), dtype=np.int32))
         known = entries[:-1]
         self._inner[known[known != ABSENT]] = True
 

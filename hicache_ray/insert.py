@@ -15,9 +15,9 @@ from hicache_ray.settings import StateSnapshots
 from hicache_ray.spec import Tier
 
 
-def publish(res: Residency, component: str, keys: Sequence[bytes], lease: Lease) -> None:
-    """Cache leased device slots under ``keys`` (same length as the lease's slots)."""
-    res.publish((Tier.DEVICE, component), keys, lease)
+def publish(res: Residency, component: str, keys: Sequence[bytes], pages: Sequence[int], lease: Lease) -> None:
+    """Cache leased device slots under ``keys``, which name the objects at these base pages (as many of each as the lease has slots)."""
+    res.publish((Tier.DEVICE, component), keys, np.asarray(pages, dtype=np.int32), lease)
 
 
 def count_uses(res: Residency, component: str, keys: Sequence[bytes]) -> None:

@@ -160,7 +160,6 @@ def _publish(res: Residency, after: Match, k: int, a: Arrivals) -> None:
         now = a.arrived[i] & mine[i] & keep & ~a.published[i]
         transfer.arrive(res, replace(a.moved, legs=(leg,)), [to_bits(now)])
         a.published[i] |= now
-        res.index.set_depth(res.index.find(leg.keys), leg.pages)
         # What could not be read is not there, whatever was believed: once it has been recomputed it is written again.
         told = transfer.fresh(res, a.moved, leg) & mine[i] & (a.arrived[i] | a.missed[i])
         names = [key for key, known in zip(leg.keys, told, strict=True) if known]

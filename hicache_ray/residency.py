@@ -139,8 +139,8 @@ class Residency:
         for c in self.spec.components:
             self._recost((Tier.HOST, c.name), self.index.in_place((Tier.HOST, c.name)))
 
-    def publish(self, place: Place, keys: Sequence[bytes], lease: Lease) -> Entries:
-        """The bytes in the leased slots are complete: cache them under ``keys``.
+    def publish(self, place: Place, keys: Sequence[bytes], pages: npt.NDArray[np.int32], lease: Lease) -> Entries:
+        """The bytes in the leased slots are complete: cache them under ``keys``. ``pages``: the base page that each ends with.
 
         A page that is cached already stays as it is (the first insert wins) and the leased slot of the newcomer is free once the lease is
         given back. Returns the entries of all keys.
@@ -158,7 +158,9 @@ class Residency:
         self.counters[place].inserted += len(fresh)
         self.counters[place].inserted_other += sum(map(is_other, fresh))
         self.counters[place].adopted += len(keys) - len(fresh)
-        return self.index.find(keys)
+        out = self.index.find(keys)
+        self.index.set_depth(out, pages)
+        return out
 
     def withdraw(self, place: Place, entries: Entries) -> None:
         """Pages leave a place. Slots that somebody still leases become free when the last lease is given back."""
@@ -227,6 +229,7 @@ class Residency:
             pool.check()
             self.policies[place].check()
             entries = self.index.in_place(place)
+            self.index.depth(entries)
             if len(entries) != pool.cached:
                 raise Inconsistent(f"the {place[0].value} pool {place[1]!r} caches {pool.cached} pages and the index knows {len(entries)}")
             if not bool(np.all(self.policies[place].knows(entries))):

@@ -7,6 +7,7 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +20,7 @@ from hicache_ray.keys import tagged
 from hicache_ray.match import match
 from hicache_ray.records import Lookup, Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import Limit, Match, Plan
+from hicache_ray.resume import ORDER, Limit, Match, Plan
 from hicache_ray.settings import LoadPolicy, PrefetchPolicy, Settings
 from hicache_ray.spec import Kind, Tier
 from hicache_ray.story import Job, Phase, Story, Wait
@@ -139,31 +140,46 @@ class Restore:
 
     def _ask(self, job: Job, found: Match, deadline_s: float) -> Generator[Record | Wait, Merged, Match]:
         """What L3 says that it has. An answer from before a drop is none."""
-        told: dict[str, tuple[int, ...]] = {}
-        failed, asked = False, self.clock()
         if self.cost is not None:
             deadline_s = min(deadline_s, self.cost.ask_s(found, len(job.request.tokens)))
             if not deadline_s:
                 job.limit = Limit.COST
                 return found
         job.phase = Phase.LOOKUP
+        told: dict[str, tuple[int, ...]] = {}
+        sure: dict[str, tuple[int, ...]] = {}  # of that what has been said for good: a page that is not in it is not there
+        until, answered = self.clock() + deadline_s, True
         for keys, names in self.questions(found):
-            answer = yield Lookup(self._next_id(), job.request.rid, keys, names, deadline_s)
-            if answer.retry and not answer.late:
-                left_s = deadline_s if self.cost is None else max(0.0, asked + deadline_s - self.clock())
-                answer = yield Lookup(self._next_id(), job.request.rid, keys, names, left_s)
+            answer = yield from self._answer(job.request.rid, keys, names, until)
             told |= answer.found
-            if answer.late or answer.error:
-                failed = True
+            answered = not (answer.late or answer.error)
+            if not answered:
                 break
-        if failed:
-            job.limit = Limit.LOOKUP
+            sure |= {} if answer.retry else answer.found
         if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
+            job.limit = job.limit if answered else Limit.LOOKUP
             return self.match(job)
-        found, job.told = self.match(job).with_storage(told), told
-        if not failed:
-            prefetch.note(self.res, found)
+        local = self.match(job)
+        found, job.told = local.with_storage(told), told
+        if not answered and found.longest(*ORDER) < found.ceiling:
+            job.limit = Limit.LOOKUP
+        prefetch.note(self.res, local.with_storage(sure))
         return found
+
+    def _answer(
+        self, rid: str, keys: tuple[bytes, ...], names: tuple[str, ...], until: float
+    ) -> Generator[Record | Wait, Merged, Merged]:
+        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, what it has
+        said holds as far as it goes, and the answer is late."""
+        left_s = until - self.clock()
+        if left_s <= 0:
+            return Merged(late=True)
+        answer = yield Lookup(self._next_id(), rid, keys, names, left_s)
+        if not answer.retry or answer.late or answer.error:
+            return answer
+        left_s = until - self.clock()
+        again = (yield Lookup(self._next_id(), rid, keys, names, left_s)) if left_s > 0 else Merged(late=True)
+        return replace(answer, late=True) if again.late or again.error else again
 
     def _wait_for_room(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
         """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding

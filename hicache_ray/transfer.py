@@ -84,18 +84,15 @@ def begin(res: Residency, holder: str, target: Tier, parts: Sequence[Part], path
     return Transfer(source, target, tuple(legs), res.era)
 
 
-def arrive(res: Residency, transfer: Transfer, bits: Sequence[int], keep: Sequence[int] | None = None) -> None:
-    """Publish what has arrived: items of leg ``i`` in ``bits[i]``, and in ``keep[i]`` (bits over base pages) where given."""
+def arrive(res: Residency, transfer: Transfer, bits: Sequence[int]) -> None:
+    """Publish what has arrived: items of leg ``i`` in ``bits[i]``."""
     for i, leg in enumerate(transfer.legs):
         if leg.target is None:
             continue
         flags = from_bits(bits[i], len(leg.keys)) & fresh(res, transfer, leg)
-        if keep is not None:
-            top = int(leg.pages[-1]) + 1 if len(leg.pages) else 0
-            flags &= from_bits(keep[i], top)[leg.pages]
         place = (transfer.target, leg.component)
         part = Lease(leg.target.id, leg.target.holder, place, leg.target.slots[flags])
-        entries = res.publish(place, [k for k, f in zip(leg.keys, flags, strict=True) if f], part)
+        entries = res.publish(place, [k for k, f in zip(leg.keys, flags, strict=True) if f], leg.depth[flags], part)
         res.touch(place, entries)
 
 

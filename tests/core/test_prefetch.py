@@ -229,6 +229,73 @@ def test_a_lookup_that_could_not_say_is_asked_once_more() -> None:
     at_rest(stack)
 
 
+AHEAD: dict[str, Component] = {"full": full(layers=1), "mtp": full(layers=1, role="draft", lookahead=1)}
+
+
+def is_question(envelope: Envelope) -> bool:
+    return isinstance(envelope.record, Lookup)
+
+
+def test_all_questions_of_a_request_share_one_deadline() -> None:
+    """Two questions (a draft that looks ahead has keys of its own), each of which the store could not answer at once: the third has what
+    the first two have left of the 2 s, and nobody is asked when nothing is left."""
+    stack = stored(pools=AHEAD, prefetch_policy="timeout")
+    stack.prefetch("r", LONG)
+    steps, allowed = Steps(stack), []
+    for seconds in (0.75, 0.5, 0.75):
+        question = steps.until(is_question)
+        assert isinstance(question.record, Lookup)
+        allowed.append(question.record.timeout_s)
+        stack.clock.advance(seconds)
+        stack.report(question, replace(stack.execute(question), retry=len(allowed) == 1))
+    assert allowed == [2.0, 1.25, 0.75]
+    steps.run()
+    assert sum(is_question(e) for e in steps.seen) == 0  # all were answered by hand
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (96 * PAGE, Limit.NONE.value)
+    stack.abort("r")
+    steps.settle()
+    at_rest(stack)
+
+
+def test_no_question_when_the_time_is_over() -> None:
+    stack = stored(pools=AHEAD, prefetch_policy="timeout")
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    first = steps.until(is_question)
+    stack.clock.advance(2.0)
+    stack.report(first, replace(stack.execute(first), retry=True))
+    steps.settle()
+    assert not any(is_question(e) for e in steps.seen)
+    # What was said holds: all of the target. The draft was not asked about.
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (96 * PAGE, Limit.NONE.value)
+    assert {s.component for r in reads(stack) for s in r.spans} == {"full"}
+    stack.abort("r")
+    at_rest(stack)
+
+
+@pytest.mark.parametrize("how", ["late", "failed"])
+def test_a_retry_without_an_answer_leaves_what_the_first_one_has_said(how: str) -> None:
+    """Three quarters of the pages were found; the second answer does not come. What L3 may have of the rest is not known to be gone."""
+    stack = stored(prefetch_policy="timeout")
+    stack.prefetch("r", LONG)
+    steps = Steps(stack)
+    question = steps.until(is_question)
+    found = {"full": (0,), "full~": ((1 << 72) - 1,)}
+    stack.report(question, Outcome(found=found, retry=True))
+    again = steps.until(is_question)
+    if how == "late":
+        assert past(stack) == 2.0
+    else:
+        stack.report(again, Outcome(error="injected"))
+    steps.run()
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (72 * PAGE, Limit.LOOKUP.value)
+    assert stack.load("r") == 72 * PAGE
+    stack.run(again)  # too late: nobody listens
+    steps.settle()
+    at_rest(stack)
+    all_bytes_are_right(stack, [LONG])
+
+
 # -- one fetch for many -------------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hicache_ray.errors import ConfigError
 from hicache_ray.group import Envelope
-from hicache_ray.keys import tagged
+from hicache_ray.keys import other, tagged
 from hicache_ray.records import Move, Outcome
 from hicache_ray.spec import Shard, Tier
 from hicache_ray.testing import Served, Stack, full, state, window
@@ -145,6 +145,37 @@ def test_the_writer_of_what_all_have_alike_is_replaced(broken: int, kind: str) -
 def at_rest_after_settling(stack: Stack) -> None:
     stack.settle()
     at_rest(stack)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_pages_in_turn_of_a_draft_that_looks_ahead(exact: bool) -> None:
+    """Its pages have names of their own, and each rank moves those that are its own, whatever was under their entries before."""
+    pools = {"full": full(layers=1), "mtp": full(layers=1, role="draft", lookahead=1, shard="context")}
+    stack = stack_of(pools, ranks=3, l1=20, l2=20, exact=exact, grid=2 * PAGE if exact else None)
+    for seed in range(4):  # the entries of those that leave are used again, at other places of their paths
+        first, tokens = prompt(10 + seed, (3 + 2 * seed) * PAGE + 2), prompt(seed, 12 * PAGE + 2)
+        stack.put(first)
+        stack.put(tokens)
+        stack.settle()
+        depth = stack.res.index.depth(stack.res.index.in_place((Tier.DEVICE, "mtp")))
+        assert len(depth)
+        assert min(depth) >= 0
+        stack.flush(l1=True, l2=False)
+        stack.put(tokens)
+        for rank in range(3):
+            assert stack.read(tokens, "mtp", rank) == stack.made(tokens, "mtp", rank) != b""
+        stack.settle()
+        keys = stack._path(stack._request(tokens, "x", 0, {}, None).tokens).ahead["mtp"]
+        names = keys if exact else [other(k) for k in keys]
+        entries = stack.res.index.find(names)
+        assert stack.res.index.depth(entries[entries >= 0]).tolist() == list(range(int((entries >= 0).sum())))
+        stack.flush()
+        assert stack.put(tokens).l3 == 12 * PAGE
+        for rank in range(3):
+            assert stack.read(tokens, "mtp", rank) == stack.made(tokens, "mtp", rank) != b""
+        stack.settle()
+        stack.flush()
+    at_rest_after_settling(stack)
 
 
 def test_ranks_that_are_none_are_refused() -> None:

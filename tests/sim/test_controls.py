@@ -144,8 +144,8 @@ def keep_all_that_arrived(patch: pytest.MonkeyPatch) -> None:
     """What did not arrive is published with what did."""
     arrive = transfer.arrive
 
-    def generous(res, moved, bits, keep=None):  # type: ignore[no-untyped-def]
-        arrive(res, moved, [(1 << len(leg.keys)) - 1 for leg in moved.legs], keep)
+    def generous(res, moved, bits):  # type: ignore[no-untyped-def]
+        arrive(res, moved, [(1 << len(leg.keys)) - 1 for leg in moved.legs])
 
     patch.setattr(transfer, "arrive", generous)
 
