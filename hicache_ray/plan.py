@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -15,13 +15,14 @@ from hicache_ray.resume import ORDER, Limit, Match, Part, Plan
 from hicache_ray.spec import Tier
 
 
-def at(match: Match, k: int, limit: Limit = Limit.NONE) -> Plan:
-    """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows."""
+def at(match: Match, k: int, limit: Limit = Limit.NONE, draft_tiers: Sequence[Tier] = ORDER) -> Plan:
+    """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows. ``draft_tiers``: those that
+    draft components have their pages from."""
     parts, drafts = [], {}
     for component in match.spec.components:
         length = k
         if component.role == "draft":
-            anywhere = reduce(or_, (bits.get(component.name, 0) for bits in match.present.values()), 0)
+            anywhere = reduce(or_, (bits.get(component.name, 0) for tier, bits in match.present.items() if tier in draft_tiers), 0)
             length = drafts[component.name] = lengths.drafted(component, anywhere, k, match.spec.page_size)
         pages = lengths.needed(component, length, match.spec.page_size)
         wanted = sum(1 << i for i in pages) if pages.step > 1 else lengths.ones(pages.stop) & ~lengths.ones(pages.start)
