@@ -177,6 +177,7 @@ class Member:
             raise Violation(f"record {record.id} of {getattr(record, 'rid', '')} goes to storage, which was detached")
         rid = getattr(record, "rid", "")
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
+            self.around.least[rid] = self.around.floors.get(self.prompts[rid].space, 0)
             self.checks.resume(self.asked[rid], record.start)  # type: ignore[union-attr]
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
         if token in self.stale:  # the worst moment for it
@@ -327,6 +328,7 @@ class Member:
             self.cache.knew.pop(event.rid, None)
             self.prompts.pop(event.rid, None)
             self.around.born.pop(event.rid, None)
+            self.around.least.pop(event.rid, None)
             for rank in self.ranks:
                 rank.engine.runs.pop(event.rid, None)
             if asked.kind == "drop":

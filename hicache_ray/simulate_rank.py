@@ -38,7 +38,8 @@ class Speed:
 class Around:
     """What the ranks of a group know of their world. ``capacity``: slots per place. ``prompts``: by request.
 
-    ``floors``: of each space that has been dropped, the least generation of bytes that may be seen. ``born``: generation by request.
+    ``floors``: of each space that has been dropped, the least generation of bytes that may be seen. ``born``: generation by request;
+    ``least``: of what it may resume from, as it was when its first forward was sent.
     """
 
     spec: CacheSpec
@@ -52,6 +53,7 @@ class Around:
     rng: random.Random
     floors: dict[bytes, int] = field(default_factory=dict)
     born: dict[str, int] = field(default_factory=dict)
+    least: dict[str, int] = field(default_factory=dict)
 
     def look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
         """What L3 answers now: per component, one bitset for each rank."""
@@ -107,7 +109,7 @@ class VirtualRank:
         op = Op(envelope, lane_of(record), self.around.contents.mark(), Fate(0.0))
         if isinstance(record, Compute):
             prompt, around = self.around.prompts[record.rid], self.around
-            op.work = self.engine.begin(record, prompt, op.mark, around.born.get(record.rid, 0), around.floors.get(prompt.space, 0))
+            op.work = self.engine.begin(record, prompt, op.mark, around.born.get(record.rid, 0), around.least.get(record.rid, 0))
             self._check_pins(op)
             seconds = 0.002 + 0.0002 * (len(record.feed) + 3 * record.steps)
             op.fate = Fate(seconds * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
