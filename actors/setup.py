@@ -102,7 +102,7 @@ def host_bytes(config: Config, spec: CacheSpec) -> int:
 def mix_of(config: Config, spec: CacheSpec) -> sizing.Mix:
     """All prompts that the deployment accepts and that something can be restored of."""
     step = settings_of(config).step(spec)
-    return sizing.Mix(step, max(step, config.engine.max_prompt_tokens), config.cache.state_snapshots)
+    return sizing.Mix(step, max(step, config.engine.max_prompt_tokens))
 
 
 def fitted(config: Config, spec: CacheSpec, memory: sizing.Memory, ranks: int) -> Config:

@@ -18,7 +18,7 @@ from hicache_ray.copies import Copier, Mover
 from hicache_ray.copies_queues import Leg
 from hicache_ray.digest import digest_pages
 from hicache_ray.errors import GroupLost, HiCacheError, StoreError, StoreTimeout
-from hicache_ray.keys import is_other, page_of, tagged
+from hicache_ray.keys import is_other, page_of, tagged, writer
 from hicache_ray.layout import CANONICAL
 from hicache_ray.pool import Pool, Pools
 from hicache_ray.records import Compute, Digest, Move, Outcome, Record, Slots, Span, slots_array
@@ -217,10 +217,9 @@ class Executor:
             yield batch, [pool.page(j) for j in range(len(batch))]
 
     def _writes(self, component: str, key: bytes, turn: int) -> bool:
-        """A replicated page is written by one rank, chosen by its key so that the work is spread, and by the turn."""
-        owners = self._rank.spec.owners(self._rank.spec[component])
-        shared = self._rank.spec[component].shard is Shard.REPLICATED
-        return not shared or owners[(page_of(key)[-1] + turn) % len(owners)] == self._rank.rank
+        """A replicated page is written by one rank."""
+        spec, me = self._rank.spec, self._rank.rank
+        return spec[component].shard is not Shard.REPLICATED or writer(spec, spec[component], key, turn) == me
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
         names = [span.keys[i] for i in items]

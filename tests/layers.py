@@ -30,8 +30,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
         *("explain", "metrics", "replay", "simulate", "sizing", "trace"),
         *("simulate_cases", "simulate_checks", "simulate_content", "simulate_drop", "simulate_engine", "simulate_faults"),
-        *("simulate_group", "simulate_load", "simulate_node", "simulate_rank", "simulate_report", "simulate_rule", "simulate_shards"),
-        *("simulate_store", "simulate_watch"),
+        *("simulate_group", "simulate_load", "simulate_node", "simulate_rank", "simulate_report", "simulate_rule", "simulate_settings"),
+        *("simulate_shards", "simulate_store", "simulate_watch"),
     ),
     "cli": ("cli", "cli_admin", "cli_flags", "cli_out", "cli_plot", "cli_replay", "cli_sim", "cli_size", "cli_tables", "cli_verify"),
 }
