@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -96,6 +97,8 @@ def test_a_segment_under_no_name(tmp_path: Path) -> None:
 
 
 def test_no_thread_for_the_loop_and_the_page_tables(service: ArenaService, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [m for m in sys.modules if m.startswith("hicache_ray.storage.kernel")]:
+        monkeypatch.delitem(sys.modules, module)  # as in a process that has not copied yet
     client = connect(service.address)
     with no_threads(monkeypatch, "hicache-kernel", "hicache-prefault") as asked:
         assert put(client, range(4)) == 0b1111
