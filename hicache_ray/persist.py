@@ -12,7 +12,7 @@ import numpy as np
 
 from hicache_ray import backup, transfer
 from hicache_ray.index import from_bits, to_bits
-from hicache_ray.ledger import REFUSED, Gone
+from hicache_ray.ledger import DETACHED, FAILED, LATE, REFUSED, Gone
 from hicache_ray.records import Merged, Move, Record
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Path
@@ -61,12 +61,18 @@ class Persist:
                 sealed = [k for i, k in enumerate(leg.keys) if bits >> i & 1 and known[i]]
                 entries = self.res.index.find(sealed)
                 self.res.set_durable(leg.component, entries)
-                refused = tuple(k for i, k in enumerate(leg.keys) if not bits >> i & 1)
-                if refused:
-                    self.res.gone.append(Gone((Tier.STORAGE, leg.component), refused, REFUSED))
+                left = tuple(k for i, k in enumerate(leg.keys) if known[i] and not bits >> i & 1)
+                if left:
+                    self.res.gone.append(Gone((Tier.STORAGE, leg.component), left, self._why(got)))
         finally:
             self.persisting -= size
             transfer.close(self.res, moved)
+
+    def _why(self, got: Merged) -> str:
+        """Why L3 does not have what was written."""
+        if not self.res.storage:
+            return DETACHED
+        return LATE if got.late else FAILED if got.error else REFUSED
 
     def _other_writer(self, moved: transfer.Transfer, got: Merged) -> Generator[Record | Wait, Merged, Merged]:
         """What all ranks have alike and its writer could not store, another one does. Returns what has been stored in the end."""
@@ -86,7 +92,7 @@ class Persist:
         for (i, flags), done in zip(left, more.bits, strict=True):
             flags[flags] = from_bits(done, int(np.count_nonzero(flags)))
             bits[i] |= to_bits(flags)
-        return replace(got, bits=tuple(bits))
+        return replace(got, bits=tuple(bits), error=got.error or more.error, late=more.late)
 
     def _spare_writer(self, component: str) -> bool:
         c = self.spec[component]

@@ -119,7 +119,7 @@ class Restore:
         found = self.match(job)
         got = found.longest(*LOCAL)
         if got < job.wanted:
-            job.limit = why
+            job.limit = Limit.DROPPED if self.stale(job) else why
         self.hold(job, found, plan.at(found, got), (Tier.HOST,))
         self._ready(job)
 
@@ -148,29 +148,29 @@ class Restore:
         job.phase = Phase.LOOKUP
         told: dict[str, tuple[int, ...]] = {}
         sure: dict[str, tuple[int, ...]] = {}  # of that what has been said for good: a page that is not in it is not there
-        until, answered = self.clock() + deadline_s, True
+        until, trouble = self.clock() + deadline_s, Limit.NONE
         for keys, names in self.questions(found):
             answer = yield from self._answer(job.request.rid, keys, names, until)
             told |= answer.found
-            answered = not (answer.late or answer.error)
-            if not answered:
+            if answer.late or answer.error:
+                trouble = Limit.LOOKUP if answer.late else Limit.LOOKUP_FAILED
                 break
             sure |= {} if answer.retry else answer.found
         if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
-            job.limit = job.limit if answered else Limit.LOOKUP
+            job.limit = Limit.DROPPED if self.stale(job) else Limit.DETACHED
             return self.match(job)
         local = self.match(job)
         found, job.told = local.with_storage(told), told
-        if not answered and found.longest(*ORDER) < found.ceiling:
-            job.limit = Limit.LOOKUP
+        if found.longest(*ORDER) < found.ceiling:
+            job.limit = trouble
         prefetch.note(self.res, local.with_storage(sure))
         return found
 
     def _answer(
         self, rid: str, keys: tuple[bytes, ...], names: tuple[str, ...], until: float
     ) -> Generator[Record | Wait, Merged, Merged]:
-        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, what it has
-        said holds as far as it goes, and the answer is late."""
+        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, or fail, what
+        it has said holds as far as it goes."""
         left_s = until - self.clock()
         if left_s <= 0:
             return Merged(late=True)
@@ -179,7 +179,7 @@ class Restore:
             return answer
         left_s = until - self.clock()
         again = (yield Lookup(self._next_id(), rid, keys, names, left_s)) if left_s > 0 else Merged(late=True)
-        return replace(answer, late=True) if again.late or again.error else again
+        return replace(answer, late=again.late, error=again.error) if again.late or again.error else again
 
     def _wait_for_room(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
         """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding

@@ -9,7 +9,7 @@ from typing import Any
 from hicache_ray import lengths
 from hicache_ray.index import ABSENT
 from hicache_ray.keys import other
-from hicache_ray.ledger import REFUSED, Eviction, Ledger
+from hicache_ray.ledger import UNWRITTEN, Eviction, Ledger
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Plan
 from hicache_ray.spec import Kind
@@ -73,7 +73,7 @@ def _missing(
     went = ledger.last(component, name)
     spec = evidence.found.spec
     if went is not None:
-        kind = "refused" if went.why == REFUSED else "evicted"
+        kind = went.why if went.why in UNWRITTEN else "evicted"
     elif int(res.index.find([other(name)])[0]) != ABSENT and _has_other(component, name, res):
         kind = "not_canonical"
     elif spec[component].is_state and any(anywhere[c.name] >> page & 1 for c in spec.components if not c.is_state):

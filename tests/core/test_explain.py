@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hicache_ray.explain import Explainer, _of, lines, ranges
 from hicache_ray.keys import page_keys, space_of
 from hicache_ray.ledger import FLUSH, ROOM, Gone, Ledger
-from hicache_ray.records import Move
+from hicache_ray.records import Move, Outcome
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full, state
-from tests.core.drive import prompt
+from tests.core.drive import Steps, is_move, prompt
 
 PAGE = 64
 HYBRID = {"full": full(), "state": state()}
@@ -152,6 +152,36 @@ def test_refused_by_storage_or_over_the_quota(capped: tuple[str, ...], want: str
     assert (cause(told), told["resumed_tokens"], told["longer"]["missing"][0]["page"]) == (want, 64, 1)
 
 
+@pytest.mark.parametrize("how", ["write_late", "write_failed", "write_detached", "dropped"])
+def test_what_was_not_refused_is_not_called_refused(how: str) -> None:
+    """Nor over a quota. What was dropped while it was written went with the drop."""
+    stack = Stack(l1=8, l2=8, namespace={"tenant": "acme"})
+    stack.explainer = Explainer(stack.cache.settings, ("acme",))
+    stack.put(prompt(1, 257))
+    steps = Steps(stack)
+    write = steps.until(lambda e: is_move(e, Tier.HOST, Tier.STORAGE))
+    if how == "write_late":
+        stack.clock.advance(30.0)
+        stack.group.tick()
+    elif how == "write_failed":
+        stack.report(write, Outcome(bits=(0,), error="injected"))
+    elif how == "write_detached":
+        stack.detach()
+        stack.attach()
+    else:
+        stack.group.drop_space(space_of(stack.ns.digest()), 10.0)
+        stack.report(write, Outcome(bits=(0,)))
+    stack.settle()
+    if how in ("write_late", "write_detached"):
+        stack.report(write, Outcome(bits=(0,)))
+    if how != "dropped":
+        for tier in ("l1", "l2"):
+            stack.drop(tier, "full", prompt(1, 257), range(4))
+    told = why(stack, prompt(1, 257))
+    assert (cause(told), told["longer"]["missing"][0]["went"]["why"]) == (("evicted", "drop") if how == "dropped" else (how, how))
+    assert told["limit"]["sentence"].count("refused") == told["limit"]["sentence"].count("cap") == 0
+
+
 @pytest.mark.parametrize("op", ["lookup", "get"])
 def test_a_deadline(op: str) -> None:
     stack = Stack()
@@ -161,8 +191,16 @@ def test_a_deadline(op: str) -> None:
     if op == "lookup":
         assert stack.store is not None
         stack.store.fault("lookup", "error")
-        told = why(stack, prompt(1, 257))
-        assert cause(told) == "lookup"
+        assert cause(why(stack, prompt(1, 257))) == "lookup_failed"
+        stack.flush()
+        stack.begin(prompt(1, 257), "asked")
+        held = stack.pending()
+        stack.clock.advance(2)
+        stack.group.tick()
+        stack.settle()
+        assert cause(stack.explain("asked")) == "lookup"
+        for envelope in held:
+            stack.run(envelope)
     else:
         stack.begin(prompt(1, 257), "asked")
         held = stack.pending()
