@@ -193,6 +193,9 @@ def test_a_deadline(op: str) -> None:
         stack.store.fault("lookup", "error")
         assert cause(why(stack, prompt(1, 257))) == "lookup_failed"
         stack.flush()
+        stack.store.fault("lookup", "lost")
+        assert cause(why(stack, prompt(1, 257))) == "lookup"
+        stack.flush()
         stack.begin(prompt(1, 257), "asked")
         held = stack.pending()
         stack.clock.advance(2)
