@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
+from hicache_ray.errors import StoreTimeout
 from hicache_ray.explain import Explainer, _of, lines, ranges
+from hicache_ray.explain_fields import differing_fields, foreign_fields
 from hicache_ray.keys import page_keys, space_of
 from hicache_ray.ledger import FLUSH, ROOM, Gone, Ledger
 from hicache_ray.records import Move, Outcome
@@ -128,6 +130,30 @@ def test_another_namespace_and_which_field() -> None:
     told = why(stack, prompt(1, 257))
     assert (cause(told), told["limit"]["fields"]) == ("other_namespace", ["revision"])
     assert "it differs in revision" in told["limit"]["sentence"]
+
+
+def test_all_that_storage_is_asked_about_fields_has_one_deadline() -> None:
+    """Ten namespaces, and a store that takes 0.3 s for every answer: after 2 s nothing more is asked."""
+    stack = Stack()
+    assert stack.store is not None
+    for i in range(10):
+        stack.store.describe(bytes([i]) * 32, {"page_size": "64", "revision": str(i)}, 1.0)
+    why(stack, prompt(1, 257))
+    kept = stack.explainer.find("asked")
+    assert kept is not None
+    for call in range(20):
+        stack.store.fault("any", "delay", call + 1, seconds=0.3)
+    began = stack.clock()
+    for ask in (
+        lambda: foreign_fields(stack.store, kept, stack.spec, {}, False, clock=stack.clock),  # type: ignore[arg-type]
+        lambda: differing_fields(stack.store, stack.ns, np.flip(kept.first), stack.spec, {}, clock=stack.clock),  # type: ignore[arg-type]
+    ):
+        before = stack.store.planned()
+        with pytest.raises(StoreTimeout, match="storage did not say within 2 s by what its objects differ"):
+            ask()
+        assert stack.clock() - began == pytest.approx(2.1)
+        assert before - stack.store.planned() == 7
+        began = stack.clock()
 
 
 def test_objects_of_another_recipe() -> None:
