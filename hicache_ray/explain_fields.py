@@ -97,5 +97,5 @@ def _elsewhere(asked: _Asked, namespace: Namespace, tokens: Tokens, records: Map
         size = int(stored["page_size"])
         for key in chain(digest, size, (), tokens[:size]):
             if next(iter(asked.scan(key)), None) is not None:
-                return differing(namespace.record(), stored)
+                return namespace.differing(digest, stored)
     return ()
