@@ -248,7 +248,13 @@ class Cache:
         got = yield Digest(self._id(), job.request.rid, slots)
         if got.error:
             return {}
-        return {c: dict(zip(pages[c], got.digests.get(c, ()), strict=True)) for c in pages}
+        told = {c: dict(zip(pages[c], got.digests.get(c, ()), strict=True)) for c in pages}
+        return {c: {page: self._of_holders(c, page, each) for page, each in of.items()} for c, of in told.items()}
+
+    def _of_holders(self, component: str, page: int, digests: Sequence[str]) -> tuple[str, ...]:
+        """A rank that does not hold a page has nothing of it to digest."""
+        c = self.spec[component]
+        return tuple(digest if self.spec.owns(c, rank, page) else "" for rank, digest in enumerate(digests))
 
     def _report(self, job: Job, resumed: Plan, digests: PageDigests) -> Report:
         page = self.spec.page_size

@@ -11,7 +11,8 @@ import httpx
 import typer
 from rich.console import Console
 
-from hicache_ray import cli_flags, cli_tables
+from hicache_ray import cli_flags, cli_out, cli_tables
+from hicache_ray.errors import HiCacheError
 
 Url = Annotated[str | None, typer.Option("--url", help="admin endpoint; default: from the configuration")]
 Token = Annotated[str | None, typer.Option("--token", help="bearer token; default: from the configuration (HICACHE__ADMIN__TOKEN)")]
@@ -39,7 +40,6 @@ def register(app: typer.Typer) -> None:
 
 def status(url: Url = None, token: Token = None) -> None:
     """Whether the tier answers, with how many replicas."""
-    _call("GET", "/health", url, token)
     found = _call("GET", "/stats", url, token)
     replicas = found["replicas"]
     well = [name for name, row in replicas.items() if "error" not in row and not row["lost"]]
@@ -58,9 +58,15 @@ def stats(url: Url = None, token: Token = None, as_json: AsJson = False) -> None
         Console().print(cli_tables.stats_table(found))
 
 
-def flush(url: Url = None, token: Token = None, tier: Tiers = None, timeout: Timeout = None) -> None:
+def flush(
+    url: Url = None,
+    token: Token = None,
+    tier: Tiers = None,
+    timeout: Timeout = None,
+    preserve: Annotated[bool, typer.Option("--preserve", help="write what only device and host have to storage first")] = False,
+) -> None:
     """Empty tiers of all replicas. Complete when it returns."""
-    body: dict[str, Any] = {"tiers": tier or ["device", "host"], "timeout_s": timeout}
+    body: dict[str, Any] = {"tiers": tier or ["device", "host"], "timeout_s": timeout, "preserve": preserve}
     done = _call("POST", "/flush", url, token, body)
     Console().print(f"flushed {', '.join(done['flushed'])} of {done['replicas']} replica(s)")
 
@@ -92,20 +98,25 @@ def plug(what: Annotated[What, typer.Argument(help="detach or attach")], url: Ur
 
 
 def _call(method: str, path: str, url: str | None, token: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    admin = cli_flags.load(None, {}, []).config.admin
-    base = url or f"http://{admin.host}:{admin.port}"
-    secret = token or (admin.token.get_secret_value() if admin.token is not None else "")
-    console = Console(stderr=True, highlight=False)
-    wait = REQUEST_S + float((body or {}).get("timeout_s") or 0)
-    try:
-        response = httpx.request(method, base + path, json=body, headers={"Authorization": f"Bearer {secret}"}, timeout=wait)
-    except httpx.HTTPError as error:
-        problem = f"hicache-ray: no admin endpoint answers at {base}: {error}; start one with hicache-ray serve, or give --url"
-        console.print(problem, style="bold red", markup=False)
-        raise typer.Exit(2) from None
-    if response.status_code != 200:
-        detail = response.json().get("detail", response.text) if "json" in response.headers.get("content-type", "") else response.text
-        console.print(f"hicache-ray: {base}{path} answered {response.status_code}: {detail}", style="bold red", markup=False)
-        raise typer.Exit(2)
-    out: dict[str, Any] = response.json()
-    return out
+    with cli_out.ended_well():
+        admin = cli_flags.load(None, {}, []).config.admin
+        base = url or f"http://{admin.host}:{admin.port}"
+        secret = token or (admin.token.get_secret_value() if admin.token is not None else "")
+        wait = REQUEST_S + float((body or {}).get("timeout_s") or 0)
+        try:
+            # As bytes: a token may hold what no header of text can.
+            headers = {"Authorization": f"Bearer {secret}".encode()}
+            response = httpx.request(method, base + path, json=body, headers=headers, timeout=wait)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = f"no admin endpoint answers at {base}: {error}; start one with hicache-ray serve, or give --url"
+            raise HiCacheError(why) from None
+        try:
+            told = response.json()
+        except ValueError:
+            told = response.text[:500]
+        if response.status_code != 200:
+            detail = told.get("detail", told) if isinstance(told, dict) else told
+            raise HiCacheError(f"{base}{path} answered {response.status_code}: {detail}")
+        if not isinstance(told, dict):
+            raise HiCacheError(f"{base}{path} answered something else than an admin endpoint does; give --url")
+        return told

@@ -18,7 +18,7 @@ from hicache_ray.copies import Copier, Mover
 from hicache_ray.copies_queues import Leg
 from hicache_ray.digest import digest_pages
 from hicache_ray.errors import GroupLost, HiCacheError, StoreError, StoreTimeout
-from hicache_ray.keys import is_other, page_of, tagged
+from hicache_ray.keys import is_other, page_of, tagged, writer
 from hicache_ray.layout import CANONICAL
 from hicache_ray.pool import Pool, Pools
 from hicache_ray.records import Compute, Digest, Move, Outcome, Record, Slots, Span, slots_array
@@ -106,7 +106,8 @@ class Executor:
         if Tier.STORAGE not in (record.source, record.target):
             self._cross(replace(record, spans=tuple(self._part(span) for span in record.spans)))
             return Outcome(bits=tuple((1 << len(s)) - 1 for s in record.spans))
-        if self.store is None:
+        store = self.store  # it may be taken away meanwhile; then it is closed, and says so
+        if store is None:
             return Outcome(error="storage is not attached")
         act = self._read if record.source is Tier.STORAGE else self._write
         until = self._clock() + record.timeout_s
@@ -118,7 +119,7 @@ class Executor:
             done = sorted(set(range(len(span))) - set(mine))  # for others to do
             try:
                 if not error and mine:
-                    act(self.store, span, mine, until, done)
+                    act(store, span, mine, until, done)
             except StoreError as failure:
                 error = str(failure)  # what moved before it has moved; the rest is not tried, the deadline is one for all
             bits.append(sum(1 << i for i in done))
@@ -216,10 +217,9 @@ class Executor:
             yield batch, [pool.page(j) for j in range(len(batch))]
 
     def _writes(self, component: str, key: bytes, turn: int) -> bool:
-        """A replicated page is written by one rank, chosen by its key so that the work is spread, and by the turn."""
-        owners = self._rank.spec.owners(self._rank.spec[component])
-        shared = self._rank.spec[component].shard is Shard.REPLICATED
-        return not shared or owners[(page_of(key)[-1] + turn) % len(owners)] == self._rank.rank
+        """A replicated page is written by one rank."""
+        spec, me = self._rank.spec, self._rank.rank
+        return spec[component].shard is not Shard.REPLICATED or writer(spec, spec[component], key, turn) == me
 
     def _ids(self, span: Span, items: Sequence[int]) -> list[bytes]:
         names = [span.keys[i] for i in items]

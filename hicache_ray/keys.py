@@ -181,6 +181,13 @@ def other(key: bytes) -> bytes:
     return key + OTHER
 
 
+def writer(spec: CacheSpec, component: Component, key: bytes, turn: int = 0) -> int:
+    """Which rank stores what all that hold a component have alike under a key (or a name): chosen by the page, so that the work is spread,
+    and by the turn, so that another one can do it."""
+    owners = spec.owners(component)
+    return owners[(page_of(key)[-1] + turn) % len(owners)]
+
+
 def page_of(name: bytes) -> bytes:
     """The page key of a name."""
     return name[:KEY_BYTES]

@@ -10,6 +10,7 @@ per-rank or per-component lengths is wrong as soon as a window or a state is pre
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from hicache_ray.settings import StateSnapshots
@@ -197,13 +198,12 @@ def kept_snapshots(made: Sequence[int], prompt: int, how: StateSnapshots) -> set
     """
     if how is StateSnapshots.ALL or not made:
         return set(made)
-    last = made[-1]
-    own = [n for n in made if n < prompt]
-    out = {last, *own[-1:]}
+    last, own = made[-1], bisect_left(made, prompt)
+    out = {last, *made[max(0, own - 1) : own]}
     if how is StateSnapshots.LOG:
-        least = 1
-        for n in reversed(made[:-1]):
-            if last - n >= least:
-                out.add(n)
-                least = 2 * (last - n)
+        least, at = 1, len(made) - 1
+        while at := bisect_right(made, last - least, 0, at):
+            at -= 1
+            out.add(made[at])
+            least = 2 * (last - made[at])
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_
@@ -15,10 +15,11 @@ from hicache_ray.resume import ORDER, Limit, Match, Part, Plan
 from hicache_ray.spec import Tier
 
 
-def at(match: Match, k: int, limit: Limit = Limit.NONE) -> Plan:
-    """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows."""
+def at(match: Match, k: int, limit: Limit = Limit.NONE, draft_tiers: Collection[Tier] = ORDER) -> Plan:
+    """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows. ``draft_tiers``: those that
+    draft components have their pages from."""
     parts, drafts = [], {}
-    for component, length, needed in match.needs(k):
+    for component, length, needed in match.needs(k, draft_tiers):
         if component.role == "draft":
             drafts[component.name] = length
         for tier, bits in needed.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import reduce
@@ -91,17 +91,17 @@ class Match:
                 union[name] |= bits
         return lengths.legal(self.spec.components, union, self.allowed, self.spec.page_size)
 
-    def anywhere(self, component: str) -> int:
-        """Which of a component's pages any tier has."""
-        return reduce(or_, (bits.get(component, 0) for bits in self.present.values()), 0)
+    def anywhere(self, component: str, tiers: Collection[Tier] = ORDER) -> int:
+        """Which of a component's pages any of the tiers has."""
+        return reduce(or_, (bits.get(component, 0) for tier, bits in self.present.items() if tier in tiers), 0)
 
-    def needs(self, k: int) -> Iterator[tuple[Component, int, Mapping[Tier, int]]]:
+    def needs(self, k: int, draft_tiers: Collection[Tier] = ORDER) -> Iterator[tuple[Component, int, Mapping[Tier, int]]]:
         """The rule backwards: of each component how many pages of it a resume at ``k`` pages takes (a draft may have fewer), and which of
-        them (bits over base pages) come from which tier, each from the nearest that has it."""
+        them (bits over base pages) come from which tier, each from the nearest that has it. ``draft_tiers``: those that drafts may use."""
         for component in self.spec.components:
             length = k
             if component.role == "draft":
-                length = lengths.drafted(component, self.anywhere(component.name), k, self.spec.page_size)
+                length = lengths.drafted(component, self.anywhere(component.name, draft_tiers), k, self.spec.page_size)
             wanted = lengths.needed_bits(component, length, self.spec.page_size)
             out = {}
             for tier in ORDER:

@@ -25,12 +25,13 @@ from hicache_ray.ask import tags_of
 from hicache_ray.keys import KEY_BYTES, OTHER, space_of
 from hicache_ray.simulate_cases import Case, case_of
 from hicache_ray.simulate_checks import Asked
-from hicache_ray.simulate_content import Contents, Violation, is_of
+from hicache_ray.simulate_content import Contents, Violation, is_of, violation_of
 from hicache_ray.simulate_drop import Drops
 from hicache_ray.simulate_faults import Faults
 from hicache_ray.simulate_group import Member
 from hicache_ray.simulate_load import Load
 from hicache_ray.simulate_rank import Around
+from hicache_ray.simulate_settings import draw
 from hicache_ray.simulate_shards import Shards
 from hicache_ray.simulate_store import Shelf, Storage
 from hicache_ray.spec import Tier
@@ -53,7 +54,6 @@ class Tally:
     requests: int = 0
     served: int = 0
     hits: int = 0
-    returning: int = 0
     rests: int = 0
     restarts: int = 0
     drops: Mapping[str, int] = field(default_factory=dict)
@@ -90,7 +90,8 @@ class World:
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._pushed = 0
         self._resting = False
-        spec, settings = self.case.spec(), self.case.core()
+        spec = self.case.spec()
+        self.settings = settings = self.case.core(draw(rng, self.case.settings))
         settings.check(spec)
         self.contents = Contents(spec)
         self.floors: dict[bytes, int] = {}  # of each space: the least generation of what may be stored
@@ -101,6 +102,7 @@ class World:
             tag: (name.rstrip(mark), OTHER if name.endswith(mark) else b"", rank)
             for name, of in self.tags.items()
             for rank, tag in enumerate(of)
+            if rank in spec.owners(spec[name.rstrip(mark)])
         }
         l1, l2 = rng.randint(*self.case.l1), rng.randint(*self.case.l2)
         capacity = {(t, c.name): n for t, n in ((Tier.DEVICE, l1), (Tier.HOST, l2)) for c in spec.components}
@@ -137,8 +139,9 @@ class World:
                     self._strikes()
                 self._pump(min(steps, self.tally.events + self.rng.randint(500, 6000)))
                 self._rest()
-        except Violation as violation:
-            raise Failed(f"{self.reproduction(steps)}\n{violation} (event {self.tally.events}, at {self.now:.4f} s)") from violation
+        except Exception as error:  # whatever it was, the line that lives it again is what helps
+            told = f"{violation_of(error)} (event {self.tally.events}, at {self.now:.4f} s)"
+            raise Failed(f"{self.reproduction(steps)}\n{told}") from error
         self.tally.seconds = self.now
         self.tally.faults, self.tally.stored = dict(self.faults.happened), dict(self.shelf.counts)
         self.tally.drops = dict(self.drops.counts)

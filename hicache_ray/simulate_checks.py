@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,35 +17,47 @@ from hicache_ray.resume import Limit, Match
 from hicache_ray.settings import Settings
 from hicache_ray.simulate_content import Prompt, Violation, is_of, same_page
 from hicache_ray.simulate_rank import Around, VirtualRank
-from hicache_ray.simulate_rule import longest
+from hicache_ray.simulate_rule import There, legal_for, longest
 from hicache_ray.simulate_watch import WatchedResidency
-from hicache_ray.spec import Tier
+from hicache_ray.spec import Shard, Tier
 from hicache_ray.story import Ended, Job, Phase, Report
 
 
 class WatchedCache(Cache):
-    """Holds every answer of ``match`` against the twins, and remembers what the plan of a resume knew."""
+    """Holds the answers of ``match`` for requests whose turn has come against the twins, and remembers what the plan of a resume knew."""
 
     def __init__(self, res: WatchedResidency, settings: Settings) -> None:
         super().__init__(res, settings)
         self.twin = res.seen
         self.knew: dict[str, int] = {}
         self._known_at: dict[str, int] = {}
+        self.restore.match = self._watched(self.restore.match)  # type: ignore[method-assign]
 
-    def match(self, job: Job) -> Match:
-        out = super().match(job)
-        rid = job.request.rid
-        # Where something was dropped meanwhile, the plan is made anew.
-        if rid == self.engine_owner and (rid not in self.knew or self._known_at[rid] != self.res.era):
-            self._known_at[rid] = self.res.era
-            self.knew[rid] = self.naive(job, Tier.DEVICE, Tier.HOST)
-            if out.longest(Tier.DEVICE, Tier.HOST) != self.knew[rid]:
-                raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(Tier.DEVICE, Tier.HOST)}")
-        return out
+    def _watched(self, match: Callable[[Job], Match]) -> Callable[[Job], Match]:
+        def watched(job: Job) -> Match:
+            out, rid, local = match(job), job.request.rid, (Tier.DEVICE, Tier.HOST)
+            # The last one before the load begins counts. Where something was dropped meanwhile, the plan is made anew.
+            planned = job.phase in (Phase.LOADING, Phase.RUNNING) and self._known_at.get(rid) == self.res.era
+            if rid == self.engine_owner and not planned:
+                self._known_at[rid], self.knew[rid] = self.res.era, self.naive(job, *local)
+                if out.longest(*local) != self.knew[rid]:
+                    raise Violation(f"request {rid} may resume at {self.knew[rid]} pages and is told {out.longest(*local)}")
+            return out
+
+        return watched
 
     def naive(self, job: Job, *tiers: Tier, more: Container[tuple[str, bytes]] = ()) -> int:
         """The longest legal resume from these tiers, in pages, without bitsets. ``more``: (component, name) that are there as well."""
-        request, visible = job.request, self.twin.visible
+        request = job.request
+        return longest(self.spec, self.settings, len(request.tokens), request.limit, self._there(job, tiers, more))
+
+    def legal(self, job: Job, k: int) -> bool:
+        """Whether the device alone allows a resume at ``k`` pages."""
+        there, page = self._there(job, (Tier.DEVICE,), ()), self.spec.page_size
+        return all(legal_for(c, k, page, there) for c in self.spec.components if c.role == "target")
+
+    def _there(self, job: Job, tiers: Sequence[Tier], more: Container[tuple[str, bytes]]) -> There:
+        visible = self.twin.visible
         keys = {c.name: job.path.ahead.get(c.name, job.path.keys) for c in self.spec.components}
         suffixes = (b"",) if self.settings.exact else (b"", b"~")
 
@@ -56,7 +68,7 @@ class WatchedCache(Cache):
             names = [key + end for end in suffixes]
             return any(n in visible[(tier, component)] for tier in tiers for n in names) or any((component, n) in more for n in names)
 
-        return longest(self.spec, self.settings, len(request.tokens), request.limit, there)
+        return there
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,6 @@ class Asked:
     count: int
     job: Job | None = None
     flushed: Sequence[Tier] = ()
-    begun: float = 0.0
     resumed: int | None = None
     cancelled: bool = False
     told: set[tuple[str, bytes]] = field(default_factory=set)
@@ -92,7 +103,7 @@ class Asked:
 
 class Checks:
     """Over one cache group. ``alone``: no other group uses the store. ``keeps``: nothing that was cached once may be forgotten by all
-    tiers; then ``missed`` counts requests that resumed shorter than all tiers together allowed when they began to compute.
+    tiers.
     """
 
     def __init__(self, around: Around, ranks: Sequence[VirtualRank], keeps: bool, alone: bool) -> None:
@@ -100,7 +111,6 @@ class Checks:
         self.ranks = ranks
         self.keeps = keeps
         self.alone = alone
-        self.missed = 0
         self.start()
 
     def start(self) -> None:
@@ -113,16 +123,16 @@ class Checks:
         assert asked.job is not None
         asked.resumed, page = start // self.around.spec.page_size, self.around.spec.page_size
         limit, knew = asked.job.limit, self.cache.knew[asked.rid]
-        legal = self.cache.naive(asked.job, Tier.DEVICE)
         if self.keeps:
             had = self.cache.naive(asked.job, more=self.res.seen.ever)
             have = self.cache.naive(asked.job, Tier.DEVICE, Tier.HOST, more=InStorage(self.around))
-            self.missed += asked.resumed < have
             if have < had:
                 raise Violation(f"request {asked.rid} could once have resumed at {had} pages; now all tiers together allow {have}")
-        if start % page or asked.resumed > legal:
+        if start % page or not self.cache.legal(asked.job, asked.resumed):
+            legal = self.cache.naive(asked.job, Tier.DEVICE)
             raise Violation(f"request {asked.rid} resumes at {start} tokens and the device allows {legal * page}")
-        if asked.resumed != knew and limit is not Limit.LOAD_FAILED:
+        weighed = self.cache.restore.cost is not None
+        if asked.resumed > knew or (asked.resumed != knew and limit is not Limit.LOAD_FAILED and not weighed):
             raise Violation(f"request {asked.rid} resumes at {start} tokens where its plan knew that it may at {knew * page}")
 
     @staticmethod
@@ -183,7 +193,10 @@ class Checks:
             ids = asked.prompt.ahead[c.lookahead] if c.lookahead else asked.prompt.ids
             for page, digests in at.items():
                 for rank, digest in enumerate(digests):
-                    if not same_page(int(digest), self.around.contents.made(component, rank, ids[page], True)):
+                    if not self.around.spec.owns(c, rank, page):
+                        if digest:
+                            raise Violation(f"request {asked.rid}: rank {rank} digests page {page} of {component!r}, which is not its own")
+                    elif not same_page(int(digest), self.around.contents.made(component, rank, ids[page], True)):
                         raise Violation(f"request {asked.rid}: the digest of page {page} of {component!r} on rank {rank} is of other bytes")
 
     def _flushed(self, asked: Asked) -> None:
@@ -204,7 +217,10 @@ class Checks:
         of_name, component, floors = self.around.contents.of_name, place[1], self.around.floors
         for rank in self.ranks:
             pool = rank.pools[place]
+            whole = self._holds_all(component, rank.rank)
             for name, slot in zip(names, slots, strict=True):
+                if not whole and not self.around.contents.owns(component, rank.rank, name):
+                    continue
                 named = of_name(component, rank.rank, name)
                 if pool[slot] != named or floors:
                     if is_of(pool[slot], named, floors.get(space_of(name), 0)):
@@ -213,6 +229,10 @@ class Checks:
                         f"rank {rank.rank}: a page of {component!r} is visible in {place[0].value} slot {slot} and its bytes are "
                         f"{self._said(pool[slot])}, not those of its name"
                     )
+
+    def _holds_all(self, component: str, rank: int) -> bool:
+        c = self.around.spec[component]
+        return c.shard is not Shard.CONTEXT and rank in self.around.spec.owners(c)
 
     @staticmethod
     def _said(content: int) -> str:

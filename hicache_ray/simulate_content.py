@@ -51,7 +51,6 @@ class Prompt:
     """A sequence of tokens, of which requests use beginnings, and what its pages stand for.
 
     ``ids[i]``: of the bytes up to the end of page ``i``. ``ahead[n][i]``: the same with the next ``n`` tokens. ``spans``: what is embedded.
-    ``uses``: requests so far.
     """
 
     namespace: Namespace
@@ -61,7 +60,6 @@ class Prompt:
     ids: list[int]
     ahead: dict[int, list[int]] = field(default_factory=dict)
     spans: tuple[Embedded, ...] = ()
-    uses: int = 0
 
     @property
     def space(self) -> bytes:
@@ -77,7 +75,8 @@ class Contents:
         self._named: dict[bytes, int] = {}
         self._index = {c.name: i for i, c in enumerate(spec.components)}
         self._stride = len(spec.components) * spec.ranks * 2
-        self._shift = {c.name: [0 if c.shard is Shard.REPLICATED else rank for rank in range(spec.ranks)] for c in spec.components}
+        self._shift = {c.name: [rank if c.shard is Shard.HEADS else 0 for rank in range(spec.ranks)] for c in spec.components}
+        self._pages: dict[bytes, int] = {}
         self._aheads = sorted({c.lookahead for c in spec.components if c.lookahead})
         self._mark = FIRST_MARK
         self.generations: dict[bytes, int] = {}  # of each space: how often a drop of it has begun
@@ -94,12 +93,14 @@ class Contents:
             chains.append(chain)
         out = Prompt(namespace, array, array.tolist(), keys, [self._number(c) for c in chains], spans=tuple(spans))
         self._named.update(zip(keys, out.ids, strict=True))
+        self._pages.update(zip(keys, range(len(keys)), strict=True))
         for count in self._aheads:
             names = look_ahead(keys, array, page, count, spans)
             ends = [(i + 1) * page for i in range(len(names))]
             next_text = [raw[end * 4 : (end + count) * 4] + _touching(spans, end, end + count) for end in ends]
             out.ahead[count] = [self._number(c + text) for c, text in zip(chains, next_text, strict=False)]
             self._named.update(zip(names, out.ahead[count], strict=True))
+            self._pages.update(zip(names, range(len(names)), strict=True))
         return out
 
     def _number(self, what: bytes) -> int:
@@ -113,6 +114,10 @@ class Contents:
     def of_name(self, component: str, rank: int, name: bytes) -> int:
         """What is called ``name`` in the index of a group."""
         return self.made(component, rank, self._named[name[:KEY_BYTES]], len(name) == KEY_BYTES)
+
+    def owns(self, component: str, rank: int, name: bytes) -> bool:
+        """Whether a rank holds its part of what is called ``name``."""
+        return self.spec.owns(self.spec[component], rank, self._pages[name[:KEY_BYTES]])
 
     def mark(self) -> int:
         """A content that is like no other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_ray.records import Compute, Outcome
@@ -40,14 +40,18 @@ class Written:
 
 
 class Engine:
-    """Of one rank, over its device pools (component -> content of every slot)."""
+    """Of one rank, over its device pools (component -> content of every slot). ``group``: those of all ranks, which compute together: what
+    only another one holds it has from that one."""
 
-    def __init__(self, rank: int, spec: CacheSpec, settings: Settings, contents: Contents, pools: Mapping[str, list[int]]) -> None:
+    def __init__(
+        self, rank: int, spec: CacheSpec, settings: Settings, contents: Contents, pools: Mapping[str, list[int]], group: Sequence[Engine]
+    ) -> None:
         self.rank = rank
         self.spec = spec
         self.settings = settings
         self.contents = contents
         self.pools = pools
+        self.group = group
         self.runs: dict[str, Run] = {}
 
     def begin(self, record: Compute, prompt: Prompt, mark: int, generation: int, floor: int) -> Written:
@@ -97,8 +101,8 @@ class Engine:
         table, pool = record.tables[c.name].tolist(), self.pools[c.name]
         used = range(c.lo(begin) // span, begin // span)
         for page in used:
-            self._read(c, record, table[page], self._number(c, prompt, (page + 1) * span), work, first)
-        if begin % span:
+            self._read(c, record, table[page], (page + 1) * span, work, first)
+        if begin % span and self._holds(c, (begin // span + 1) * span):
             slot = table[begin // span]
             if first or pool[slot] != work.run.partial:
                 raise Violation(f"rank {self.rank}: request {record.rid} finds its page of {c.name!r} at {begin} overwritten, or none")
@@ -112,13 +116,21 @@ class Engine:
             if record.start:
                 raise Violation(f"request {record.rid} resumes at {record.start} without a snapshot of {c.name!r}")
         elif slot >= 0:
-            self._read(c, record, slot, self._number(c, prompt, record.start), work, first)
+            self._read(c, record, slot, record.start, work, first)
             work.touched[c.name].append(slot)
-        elif first or pool[record.live[c.name]] != work.run.live:
+        elif self._holds(c, record.start) and (first or pool[record.live[c.name]] != work.run.live):
             raise Violation(f"rank {self.rank}: the running state of {c.name!r} of request {record.rid} was overwritten")
 
-    def _read(self, c: Component, record: Compute, slot: int, number: int | None, work: Written, first: bool) -> None:
-        pool = self.pools[c.name]
+    def _holds(self, c: Component, end: int) -> bool:
+        """Whether the page (snapshot) that ends with token ``end`` is this rank's."""
+        return self.spec.owns(c, self.rank, end // self.spec.page_size - 1)
+
+    def _read(self, c: Component, record: Compute, slot: int, end: int, work: Written, first: bool) -> None:
+        if not self._holds(c, end):
+            owner = next(engine for engine in self.group if engine._holds(c, end))
+            work.run.clean &= not (first and c.role == "target") or bool(owner.pools[c.name][slot] & 1)
+            return
+        pool, number = self.pools[c.name], self._number(c, work.prompt, end)
         found = pool[slot] if slot >= 0 else None
         wanted = None if number is None else self.contents.made(c.name, self.rank, number, False)
         if found is None or wanted is None or not same_page(found, wanted, work.run.floor if first else 0):
@@ -141,12 +153,13 @@ class Engine:
         span, begin = self.spec.page_size * c.page_span, record.valid.get(c.name, record.start)
         table, pool = record.tables[c.name].tolist(), self.pools[c.name]
         made = range(begin // span, record.end // span)
-        for page in made:
+        for page in (page for page in made if self._holds(c, (page + 1) * span)):
             content = self._made(c, prompt, (page + 1) * span, work.run, record, first)
             work.writes.append((pool, table[page], content))
         work.touched[c.name] += [table[page] for page in made]
         if record.end % span:
-            work.writes.append((pool, table[record.end // span], work.run.partial))
+            if self._holds(c, (record.end // span + 1) * span):
+                work.writes.append((pool, table[record.end // span], work.run.partial))
             work.touched[c.name].append(table[record.end // span])
 
     def _write_state(self, c: Component, record: Compute, prompt: Prompt, work: Written, first: bool) -> None:
@@ -156,8 +169,10 @@ class Engine:
             # A snapshot can be taken where a forward ends: at the chunks' ends, at the end of the prompt, after every decoded token.
             if not (record.start < length <= record.end and (length >= stop or (grid and length % grid == 0))):
                 raise Violation(f"request {record.rid} is to make a snapshot of {c.name!r} at {length}, where no forward ends")
-            work.writes.append((pool, slot, self._made(c, prompt, length, work.run, record, first)))
-        work.writes.append((pool, record.live[c.name], work.run.live))
+            if self._holds(c, length):
+                work.writes.append((pool, slot, self._made(c, prompt, length, work.run, record, first)))
+        if self._holds(c, self.spec.page_size):
+            work.writes.append((pool, record.live[c.name], work.run.live))
         work.touched[c.name] += [record.live[c.name], *(slot for _, slot in asked)]
 
     def _made(self, c: Component, prompt: Prompt, end: int, run: Run, record: Compute, first: bool) -> int:

@@ -13,6 +13,7 @@ from hicache_ray.records import Clear, Lane, Lookup, Outcome, lane_of
 from hicache_ray.simulate_cases import Case
 from hicache_ray.simulate_checks import Asked, Checks, WatchedCache
 from hicache_ray.simulate_content import EMPTY, Prompt, Violation, guarded, violation_of
+from hicache_ray.simulate_engine import Engine
 from hicache_ray.simulate_rank import Around, Op, VirtualRank
 from hicache_ray.simulate_store import Clearing, Fate, Link, StorageFailed, fate
 from hicache_ray.simulate_watch import WatchedResidency
@@ -38,7 +39,8 @@ class Member:
         self.prompts: dict[str, Prompt] = around.prompts
         self.asked: dict[str, Asked] = {}
         self.link = Link()  # of the coordinator's own questions
-        self.ranks = [VirtualRank(rank, around, lambda: self.res) for rank in range(around.spec.ranks)]
+        engines: list[Engine] = []
+        self.ranks = [VirtualRank(rank, around, lambda: self.res, engines) for rank in range(around.spec.ranks)]
         self.incarnation = 0
         self.late: dict[str, float] = {}  # how long reports take, beyond the usual; faults change it
         self.doubled = 0.0  # share of reports that arrive twice
@@ -104,7 +106,7 @@ class Member:
         if rid in self.asked:
             return False  # it was preempted, and is not over yet
         self.prompts[rid], self.around.born[rid] = prompt, self.around.contents.generations.get(prompt.space, 0)
-        asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens), begun=self.clock())
+        asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens))
         full = len(self.group.active()) >= self.max_requests
         try:
             asked.job = self.group.submit(request) if kind == "request" else self.group.prefetch(request)
@@ -129,7 +131,7 @@ class Member:
             raise violation_of(error) from error
         # Of what is taken away nothing can be emptied.
         tiers = [tier for tier in tiers if self.attached or tier is not Tier.STORAGE]
-        self.asked[name] = Asked(name, "flush", None, 0, flushed=tiers, begun=self.clock())
+        self.asked[name] = Asked(name, "flush", None, 0, flushed=tiers)
         self.after()
 
     def drop(self, space: bytes, timeout_s: float, hold: bool) -> str:
@@ -138,7 +140,7 @@ class Member:
             name = self.group.drop_space(space, timeout_s, hold)
         except (Busy, Inconsistent) as error:  # nobody else drops
             raise violation_of(error) from error
-        self.asked[name] = Asked(name, "drop", None, 0, begun=self.clock())
+        self.asked[name] = Asked(name, "drop", None, 0)
         return name
 
     def attach(self, there: bool) -> None:
@@ -175,6 +177,7 @@ class Member:
             raise Violation(f"record {record.id} of {getattr(record, 'rid', '')} goes to storage, which was detached")
         rid = getattr(record, "rid", "")
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
+            self.around.least[rid] = self.around.floors.get(self.prompts[rid].space, 0)
             self.checks.resume(self.asked[rid], record.start)  # type: ignore[union-attr]
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
         if token in self.stale:  # the worst moment for it
@@ -325,6 +328,7 @@ class Member:
             self.cache.knew.pop(event.rid, None)
             self.prompts.pop(event.rid, None)
             self.around.born.pop(event.rid, None)
+            self.around.least.pop(event.rid, None)
             for rank in self.ranks:
                 rank.engine.runs.pop(event.rid, None)
             if asked.kind == "drop":

@@ -8,10 +8,11 @@ from functools import partial
 
 from hicache_ray.keys import Namespace
 from hicache_ray.records import Embedded
-from hicache_ray.simulate_cases import PAGE, Case
+from hicache_ray.simulate_cases import Case
 from hicache_ray.simulate_content import Contents, Prompt
 from hicache_ray.simulate_drop import Drops
 from hicache_ray.simulate_group import Member
+from hicache_ray.simulate_settings import LIFETIMES_S, PAGE, PRIORITIES, choose
 from hicache_ray.simulate_store import Later
 from hicache_ray.spec import Tier
 from hicache_ray.store import SPACE_BYTES
@@ -90,16 +91,16 @@ class Load:
     def _ask(self, kind: str) -> tuple[str, Prompt, Request]:
         rng = self.rng
         prompt = rng.choice(self.prompts)
-        prompt.uses += 1
         new = min(rng.choice([1, 1, 2, 5, 14]), len(prompt.values) - 1)
         count = len(prompt.values) - new if rng.random() < 0.7 else rng.randint(1, len(prompt.values) - new)
         begun = max((s.start + s.count for s in prompt.spans), default=0)
         if count < begun:
             count, new = begun, min(new, len(prompt.values) - begun)
-        limit = rng.randint(0, count) if rng.random() < 0.05 else None
+        limit = rng.randint(0, count) if rng.random() < 0.1 else None
         rid = f"{kind[0]}{self.count}"
         digests = rng.random() < 0.1
-        return rid, prompt, Request(rid, prompt.tokens[:count], prompt.namespace, new, limit, digests, prompt.spans)
+        hints = (0, None) if self.case.calm else (choose(rng, PRIORITIES), choose(rng, LIFETIMES_S))
+        return rid, prompt, Request(rid, prompt.tokens[:count], prompt.namespace, new, limit, digests, prompt.spans, *hints)
 
     def request(self, member: Member) -> None:
         rid, prompt, request = self._ask("request")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from hicache_ray.group import Envelope
-from hicache_ray.keys import is_other, page_of, tagged
+from hicache_ray.keys import is_other, page_of, tagged, writer
 from hicache_ray.lease import Place
 from hicache_ray.records import Compute, Digest, Lane, Lookup, Move, Outcome, Record, Span, lane_of
 from hicache_ray.settings import Settings
@@ -21,6 +22,8 @@ from hicache_ray.simulate_engine import Engine, Written
 from hicache_ray.simulate_store import Fate, Link, Storage, StorageFailed, fate
 from hicache_ray.simulate_watch import WatchedResidency
 from hicache_ray.spec import CacheSpec, Shard, Tier
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -35,7 +38,8 @@ class Speed:
 class Around:
     """What the ranks of a group know of their world. ``capacity``: slots per place. ``prompts``: by request.
 
-    ``floors``: of each space that has been dropped, the least generation of bytes that may be seen. ``born``: generation by request.
+    ``floors``: of each space that has been dropped, the least generation of bytes that may be seen. ``born``: generation by request;
+    ``least``: of what it may resume from, as it was when its first forward was sent.
     """
 
     spec: CacheSpec
@@ -49,6 +53,7 @@ class Around:
     rng: random.Random
     floors: dict[bytes, int] = field(default_factory=dict)
     born: dict[str, int] = field(default_factory=dict)
+    least: dict[str, int] = field(default_factory=dict)
 
     def look_up(self, record: Lookup) -> dict[str, tuple[int, ...]]:
         """What L3 answers now: per component, one bitset for each rank."""
@@ -61,14 +66,15 @@ class Around:
 class Op:
     """A record that a rank is executing.
 
-    To and from L3: ``going`` is the rest of it, ``batches`` how many calls it makes, ``bits`` and ``got`` (slot -> content) what has come
-    of each span so far.
+    ``mine``: of each span the items that are this rank's, ``read`` what it reads of those. To and from L3: ``going`` is the rest of it,
+    ``batches`` how many calls it makes, ``bits`` and ``got`` (slot -> content) what has come of each span so far.
     """
 
     envelope: Envelope
     lane: Lane
     mark: int
     fate: Fate
+    mine: list[list[int]] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
     work: Written | None = None
     bits: list[int] = field(default_factory=list)
@@ -82,9 +88,10 @@ class Op:
 
 
 class VirtualRank:
-    """See the module. ``res``: what the group holds now. ``link``: to L3; faults change it, and ``speed``."""
+    """See the module. ``res``: what the group holds now; ``engines``: of its ranks, in their order. ``link``: to L3; faults change it, and
+    ``speed``."""
 
-    def __init__(self, rank: int, around: Around, res: Callable[[], WatchedResidency]) -> None:
+    def __init__(self, rank: int, around: Around, res: Callable[[], WatchedResidency], engines: list[Engine]) -> None:
         self.rank = rank
         self.around = around
         self.pools: dict[Place, list[int]] = {place: [EMPTY] * n for place, n in around.capacity.items()}
@@ -93,7 +100,8 @@ class VirtualRank:
         self._res = res
         self._tags = {name: of[rank] for name, of in around.tags.items()}
         device = {name: pool for (tier, name), pool in self.pools.items() if tier is Tier.DEVICE}
-        self.engine = Engine(rank, around.spec, around.settings, around.contents, device)
+        self.engine = Engine(rank, around.spec, around.settings, around.contents, device, engines)
+        engines.append(self.engine)
 
     def begin(self, envelope: Envelope, now: float) -> Op:
         """The rank takes a record up."""
@@ -101,7 +109,7 @@ class VirtualRank:
         op = Op(envelope, lane_of(record), self.around.contents.mark(), Fate(0.0))
         if isinstance(record, Compute):
             prompt, around = self.around.prompts[record.rid], self.around
-            op.work = self.engine.begin(record, prompt, op.mark, around.born.get(record.rid, 0), around.floors.get(prompt.space, 0))
+            op.work = self.engine.begin(record, prompt, op.mark, around.born.get(record.rid, 0), around.least.get(record.rid, 0))
             self._check_pins(op)
             seconds = 0.002 + 0.0002 * (len(record.feed) + 3 * record.steps)
             op.fate = Fate(seconds * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
@@ -119,13 +127,15 @@ class VirtualRank:
         self._check_pins(op)
         items = 0
         for span in record.spans:
-            items += len(span)
+            mine = self._own(span)
+            op.mine.append(mine)
+            items += len(mine)
             if record.source is not Tier.STORAGE:
                 pool = self.pools[(record.source, span.component)]
-                op.read.append([pool[s] for s in span.source.tolist()])
+                op.read.append([pool[s] for s in span.source[mine].tolist()])
             if record.target is not Tier.STORAGE:
                 pool = self.pools[(record.target, span.component)]
-                for s in span.target.tolist():
+                for s in span.target[mine].tolist():
                     pool[s] = op.mark
         rng = self.around.rng
         if op.lane is Lane.STORAGE:
@@ -133,6 +143,11 @@ class VirtualRank:
             self._begin_calls(op, record)
         else:
             op.fate = Fate((0.0005 + 0.0001 * items) * (0.5 + rng.random()) * self.speed.factor, 1.0, self._failure())
+
+    def _own(self, span: Span) -> list[int]:
+        """Items of a span that are this rank's; the others count as done."""
+        spec, component = self.around.spec, self.around.spec[span.component]
+        return [i for i, page in enumerate(span.pages.tolist()) if spec.owns(component, self.rank, page)]
 
     def end(self, op: Op, drained: bool = False) -> Outcome:
         """What the rank has done and reports. ``drained``: of a group that is gone, whose leases are no more."""
@@ -157,9 +172,9 @@ class VirtualRank:
         return self._end_copy(op, record) if op.going is None else self._end_calls(op, record)
 
     def _check_sources(self, op: Op, record: Move) -> None:
-        for span, before in zip(record.spans, op.read, strict=True):
+        for span, mine, before in zip(record.spans, op.mine, op.read, strict=True):
             pool = self.pools[(record.source, span.component)]
-            if [pool[s] for s in span.source.tolist()] != before:
+            if [pool[s] for s in span.source[mine].tolist()] != before:
                 raise Violation(
                     f"rank {self.rank}: a {record.source.value} page of {span.component!r} changed while record {record.id} of "
                     f"{record.rid} copied it to {record.target.value}"
@@ -176,24 +191,24 @@ class VirtualRank:
 
     def _end_copy(self, op: Op, record: Move) -> Outcome:
         bits, rng = [], self.around.rng
-        for span, contents in zip(record.spans, op.read, strict=True):
+        for span, mine, contents in zip(record.spans, op.mine, op.read, strict=True):
             good = (1 << len(span)) - 1
             if op.fate.error:
                 good &= rng.getrandbits(len(span)) if len(span) else 0
-            for i, slot in enumerate(span.target.tolist()):
-                self._own_target(op, record, span, slot)[slot] = contents[i] if good >> i & 1 else GARBAGE
-            bits.append(good)
+            for i, slot, content in zip(mine, span.target[mine].tolist(), contents, strict=True):
+                self._own_target(op, record, span, slot)[slot] = content if good >> i & 1 else GARBAGE
+            bits.append(good | _others(span, mine))
         return Outcome(bits=tuple(bits), error=op.fate.error)
 
     # -- to and from L3 -------------------------------------------------------------------------------------------------------------
 
     def _begin_calls(self, op: Op, record: Move) -> None:
         """Calls of up to so many objects each, one after the other; the first begins now."""
-        total = sum(map(len, record.spans))
+        total = sum(map(len, op.mine))
         left, most = int(op.fate.done * total) if op.fate.done < 1.0 else total, self.around.rng.choice([2, 5, 128])
-        op.bits = [0] * len(record.spans)
+        op.bits = [_others(span, mine) for span, mine in zip(record.spans, op.mine, strict=True)]
         op.going = self._reading(op, record, left, most) if record.source is Tier.STORAGE else self._writing(op, record, left, most)
-        op.batches = sum((len(span) + most - 1) // most for span in record.spans)
+        op.batches = sum((len(mine) + most - 1) // most for mine in op.mine)
         self.go_on(op)
 
     @staticmethod
@@ -203,30 +218,29 @@ class VirtualRank:
             next(op.going, None)
 
     def _writing(self, op: Op, record: Move, left: int, most: int) -> Generator[None, None, None]:
-        """L2 to L3, span after span; where the call ends early, what has landed of the span under way is not claimed."""
+        """L2 to L3, span after span; where the call ends early, what has landed of the batch under way is not claimed."""
         shelf, node, rng = self.around.shelf, self.around.node, self.around.rng
         for at, (span, contents) in enumerate(zip(record.spans, op.read, strict=True)):
-            mine = [i for i, name in enumerate(span.keys[:left]) if self._writes(span.component, name)]
-            done = ((1 << min(left, len(span))) - 1) ^ sum(1 << i for i in mine)
-            for batch in _batches(mine, most):
+            tried = list(zip(op.mine[at][:left], contents, strict=False))
+            op.bits[at] |= sum(1 << i for i, _ in tried if not self._writes(record, span, i))
+            for batch in _batches([(i, content) for i, content in tried if self._writes(record, span, i)], most):
                 whole = [not (self.link.torn and rng.random() < self.link.torn) for _ in batch]
-                ids = [self._id(span.component, span.keys[i]) for i in batch]
+                ids = [self._id(span.component, span.keys[i]) for i, _ in batch]
                 try:
-                    put = yield from shelf.write(node, ids, [contents[i] for i in batch], whole, record.timeout_s)
+                    put = yield from shelf.write(node, ids, [content for _, content in batch], whole, record.timeout_s)
                 except StorageFailed as failure:
                     op.fate = replace(op.fate, error=str(failure))
                     return
-                done |= sum(1 << i for j, i in enumerate(batch) if put >> j & 1)
-            op.bits[at] = done if left >= len(span) else 0
-            left = max(0, left - len(span))
+                op.bits[at] |= sum(1 << i for j, (i, _) in enumerate(batch) if put >> j & 1)
+            left = max(0, left - len(op.mine[at]))
 
     def _reading(self, op: Op, record: Move, left: int, most: int) -> Generator[None, None, None]:
         """L3 to L2. What has arrived is looked at when the record ends."""
         shelf, node = self.around.shelf, self.around.node
         for at, span in enumerate(record.spans):
             op.got.append({})
-            slots, done = span.target.tolist(), 0
-            for batch in _batches(range(len(span))[:left], most):
+            slots = span.target.tolist()
+            for batch in _batches(op.mine[at][:left], most):
                 try:
                     got = yield from shelf.read(node, [self._id(span.component, span.keys[i]) for i in batch], record.timeout_s)
                 except StorageFailed as failure:
@@ -235,24 +249,23 @@ class VirtualRank:
                 for i, content in zip(batch, got, strict=True):
                     if content is not None:
                         op.got[at][slots[i]] = content
-                        done |= 1 << i
-            op.bits[at] = done if left >= len(span) else 0
-            left = max(0, left - len(span))
+                        op.bits[at] |= 1 << i
+            left = max(0, left - len(op.mine[at]))
 
     def _end_calls(self, op: Op, record: Move) -> Outcome:
         for _ in op.going or ():
             pass
         if record.source is Tier.STORAGE:
             op.got += [{}] * (len(record.spans) - len(op.got))
-            for span, got in zip(record.spans, op.got, strict=True):
-                for slot in span.target.tolist():
+            for span, mine, got in zip(record.spans, op.mine, op.got, strict=True):
+                for slot in span.target[mine].tolist():
                     self._own_target(op, record, span, slot)[slot] = got.get(slot, GARBAGE)
         return Outcome(bits=tuple(op.bits), error=op.fate.error)
 
-    def _writes(self, component: str, name: bytes) -> bool:
-        """Whether this rank writes a page: of replicated ones each has one writer, as the executor of a real rank has it."""
-        spec = self.around.spec
-        return spec[component].shard is not Shard.REPLICATED or name[-1] % spec.ranks == self.rank
+    def _writes(self, record: Move, span: Span, item: int) -> bool:
+        """Whether this rank stores a page of its own: of replicated ones each has one writer."""
+        spec, component = self.around.spec, self.around.spec[span.component]
+        return component.shard is not Shard.REPLICATED or writer(spec, component, span.keys[item], record.turn) == self.rank
 
     def _id(self, component: str, name: bytes) -> bytes:
         return page_of(name) + self._tags[tagged(component, is_other(name))]
@@ -271,5 +284,10 @@ class VirtualRank:
                 pinned((Tier.DEVICE, component), slots)
 
 
-def _batches(items: Sequence[int], most: int) -> list[Sequence[int]]:
+def _others(span: Span, mine: Sequence[int]) -> int:
+    """Bits of the items that are other ranks'."""
+    return ((1 << len(span)) - 1) ^ sum(1 << i for i in mine)
+
+
+def _batches(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
     return [items[start : start + most] for start in range(0, len(items), most)]

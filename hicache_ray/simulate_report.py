@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
+from typing import Any
 
 from hicache_ray.keys import tagged
 from hicache_ray.settings import WritePolicy
 from hicache_ray.simulate import Tally, World, simulate
 from hicache_ray.simulate_cases import cases
 from hicache_ray.simulate_rule import longest
+from hicache_ray.simulate_settings import USUAL
 from hicache_ray.simulate_shards import Shards
 from hicache_ray.storage.peers import PLACEMENTS, ShardConfig
 
@@ -38,7 +40,8 @@ def measure(seed: int, steps: int) -> list[Row]:
 def _rows(seed: int, steps: int) -> Iterator[Row]:
     for name in MODELS:
         for policy in WritePolicy:
-            case = replace(cases()[name], policy=policy, faults=0.0, calm=True, l1=(L1, L1), l2=(L2, L2), l3=(L3, L3))
+            settings = {**USUAL, "write_policy": policy}
+            case = replace(cases()[name], settings=settings, faults=0.0, calm=True, l1=(L1, L1), l2=(L2, L2), l3=(L3, L3))
             yield Row(name, policy.value, simulate(seed, steps, case))
 
 
@@ -63,7 +66,8 @@ def losses(seed: int, steps: int) -> list[Loss]:
 
 def loss(seed: int, steps: int, config: ShardConfig) -> Loss:
     """One group on each node; what they have asked for is what is looked for."""
-    case = replace(cases()["full"], ranks=1, replicas=NODES, nodes=NODES, shards=config, faults=0.0, calm=True, l3=(4000, 4000))
+    alike: dict[str, Any] = {"faults": 0.0, "calm": True, "settings": USUAL}
+    case = replace(cases()["full"], ranks=1, replicas=NODES, nodes=NODES, shards=config, l3=(4000, 4000), **alike)
     world = World(seed, case)
     world.run(steps)
     assert isinstance(world.shelf, Shards)
@@ -86,7 +90,7 @@ def _time_passes(world: World) -> None:
 
 def _hits(world: World, reader: int) -> int:
     """Pages at which all prompts together can resume from L3 alone."""
-    spec, settings, total = world.case.spec(), world.case.core(), 0
+    spec, settings, total = world.case.spec(), world.settings, 0
     for prompt in world.load.prompts:
         found: dict[str, int] = {}
         for c in spec.components:

@@ -4,7 +4,8 @@ The split between a host's pools follows from what is to be *restorable*, not fr
 pool (:func:`footprint`). Of all splits of one budget, :func:`split` gives the one under which the most prompts, of whatever lengths of a
 range and in whatever number, are restorable as a whole: with ``r`` the most slots of a pool that a byte of such prompts can ask for, slots
 in proportion to ``r``. Where all prompts ask for the same, that is the whole budget; where a few long and many short ones ask for unlike
-things (``state_snapshots: last``), what is left over is told (:attr:`Split.restorable`).
+things (``state_snapshots: last``), what is left over is told (:attr:`Split.restorable`). Which snapshots of a path are kept is the
+settings' (``state_snapshots``), and :func:`hicache_ray.lengths.kept_snapshots` says it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ray import lengths
 from hicache_ray.errors import ConfigError
-from hicache_ray.settings import Settings
+from hicache_ray.settings import Settings, StateSnapshots
 from hicache_ray.spec import CacheSpec, Component
 
 Counts = npt.NDArray[np.int64]
@@ -26,18 +28,14 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mix:
-    """Prompts that a pool is planned for: from ``shortest`` to ``longest`` tokens. ``snapshots``: of a path, all | log | last are kept."""
+    """Prompts that a pool is planned for: from ``shortest`` to ``longest`` tokens."""
 
     shortest: int
     longest: int
-    snapshots: str = "all"
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
             raise ConfigError(f"a mix of prompts of {self.shortest} to {self.longest} tokens makes no sense; give the shorter one first")
-        if self.snapshots not in ("all", "log", "last"):
-            raise ConfigError(f'cache.state_snapshots is "{self.snapshots}"; choose one of all, log, last')
-
 
 @dataclass(frozen=True)
 class Split:
@@ -49,15 +47,15 @@ class Split:
     restorable: int
 
 
-def footprint(spec: CacheSpec, settings: Settings, tokens: int, snapshots: str = "all") -> Mapping[str, int]:
+def footprint(spec: CacheSpec, settings: Settings, tokens: int) -> Mapping[str, int]:
     """Slots of each pool that a prompt's pages and snapshots take once they are cached."""
-    made = _made(spec, settings, np.array([tokens], dtype=np.int64), snapshots)
+    made = _made(spec, settings, np.array([tokens], dtype=np.int64))
     return {name: int(counts[0]) for name, counts in made.items()}
 
 
-def prompt_bytes(spec: CacheSpec, settings: Settings, tokens: int, snapshots: str = "all") -> int:
+def prompt_bytes(spec: CacheSpec, settings: Settings, tokens: int) -> int:
     """Bytes of that on one rank."""
-    return sum(spec[name].page_bytes(spec.page_size) * n for name, n in footprint(spec, settings, tokens, snapshots).items())
+    return sum(spec[name].page_bytes(spec.page_size) * n for name, n in footprint(spec, settings, tokens).items())
 
 
 def split(spec: CacheSpec, settings: Settings, budget: int, mix: Mix) -> Split:
@@ -73,17 +71,17 @@ def split(spec: CacheSpec, settings: Settings, budget: int, mix: Mix) -> Split:
     return Split(slots, sum(page[name] * n for name, n in slots.items()), restorable)
 
 
-def longest_prompt(spec: CacheSpec, settings: Settings, slots: Mapping[str, int], snapshots: str = "all") -> int:
-    """The longest prompt, in whole steps, that pools with these slots hold at once; 0 where none is."""
+def longest_prompt(spec: CacheSpec, settings: Settings, slots: Mapping[str, int]) -> int:
+    """The longest prompt, in whole steps, that pools with these slots hold at once, as they do every shorter one; 0 where none is."""
     step, low = settings.step(spec), 0
     high = 1
-    while _fits(spec, settings, slots, high * step, snapshots):
+    while _fits(spec, settings, slots, high * step):
         low, high = high, 2 * high
         if high * step > 1 << 40:
             break  # nothing in the spec grows with the prompt
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _fits(spec, settings, slots, middle * step, snapshots) else (low, middle)
+        low, high = (middle, high) if _fits(spec, settings, slots, middle * step) else (low, middle)
     return low * step
 
 
@@ -115,10 +113,10 @@ def confined(machine: Memory, groups: Iterable[Memory]) -> Memory:
     return out
 
 
-def warnings(spec: CacheSpec, settings: Settings, tokens: int, device: int, host: int, snapshots: str = "all") -> tuple[str, ...]:
+def warnings(spec: CacheSpec, settings: Settings, tokens: int, device: int, host: int) -> tuple[str, ...]:
     """What an operator should know of pools with ``device`` and ``host`` bytes, with prompts of ``tokens`` tokens in mind."""
     out = []
-    taken = footprint(spec, settings, tokens, snapshots)
+    taken = footprint(spec, settings, tokens)
     states = sum(spec[name].page_bytes(spec.page_size) * n for name, n in taken.items() if spec[name].is_state)
     pages = sum(spec[name].page_bytes(spec.page_size) * n for name, n in taken.items() if not spec[name].is_state)
     if states > pages:
@@ -134,14 +132,19 @@ def warnings(spec: CacheSpec, settings: Settings, tokens: int, device: int, host
     return tuple(out)
 
 
-def _fits(spec: CacheSpec, settings: Settings, slots: Mapping[str, int], tokens: int, snapshots: str) -> bool:
-    return all(n <= slots[name] for name, n in footprint(spec, settings, tokens, snapshots).items())
+def _fits(spec: CacheSpec, settings: Settings, slots: Mapping[str, int], tokens: int) -> bool:
+    """Whether prompts of up to ``tokens`` tokens each fit. One that ends with a snapshot may keep one more than longer ones do: that one
+    cannot resume from its last."""
+    strides = {_stride(c, spec, settings) for c in spec.components if c.is_state}
+    ends = {tokens, *(tokens // stride * stride for stride in strides)}
+    return all(n <= slots[name] for end in ends for name, n in footprint(spec, settings, end).items())
 
 
 def _most_per_byte(spec: CacheSpec, settings: Settings, mix: Mix) -> Mapping[str, Fraction] | None:
     """Of each component the most slots per byte that a prompt of the mix takes; None where none of them takes anything."""
-    first = max(mix.shortest // spec.page_size, 1) * spec.page_size
-    made = _made(spec, settings, np.arange(first, max(mix.longest, first) + 1, spec.page_size, dtype=np.int64), mix.snapshots)
+    # Pages and snapshots change where a page is full, and where a prompt goes on after that.
+    full = np.arange(-(-mix.shortest // spec.page_size) * spec.page_size, mix.longest + 1, spec.page_size, dtype=np.int64)
+    made = _made(spec, settings, np.unique(np.concatenate([[mix.shortest], full, full[full < mix.longest] + 1])))
     size: Counts = sum((spec[name].page_bytes(spec.page_size) * counts for name, counts in made.items()), np.zeros(1, dtype=np.int64))
     real = size > 0
     if not real.any():
@@ -153,21 +156,25 @@ def _most_per_byte(spec: CacheSpec, settings: Settings, mix: Mix) -> Mapping[str
     return out
 
 
-def _made(spec: CacheSpec, settings: Settings, tokens: Counts, snapshots: str) -> Mapping[str, Counts]:
+def _made(spec: CacheSpec, settings: Settings, tokens: Counts) -> Mapping[str, Counts]:
     """Pages and snapshots that prompts of so many tokens leave behind: as :mod:`hicache_ray.compute` makes them, of all windows too."""
     whole = tokens // settings.grid * settings.grid if settings.exact else tokens
     out = {}
     for c in spec.components:
         top = tokens if c.role == "draft" else whole
-        out[c.name] = _snapshots(c, spec, settings, top, snapshots) if c.is_state else top // (spec.page_size * c.page_span)
+        out[c.name] = _snapshots(_stride(c, spec, settings), settings, tokens) if c.is_state else top // (spec.page_size * c.page_span)
     return out
 
 
-def _snapshots(c: Component, spec: CacheSpec, settings: Settings, top: Counts, kept: str) -> Counts:
-    stride = c.reach or settings.grid or spec.page_size
-    count = top // math.lcm(stride, spec.step(None))
-    if kept == "last":
-        return np.minimum(count, 1)
-    if kept == "log":  # gaps double with the distance from the end
-        return np.array([int(n).bit_length() for n in count], dtype=np.int64)
-    return count
+def _stride(c: Component, spec: CacheSpec, settings: Settings) -> int:
+    """Tokens between the snapshots of a prompt; under ``exact`` all of them are on the grid."""
+    return math.lcm(c.reach or settings.grid or spec.page_size, spec.step(None))
+
+
+def _snapshots(stride: int, settings: Settings, tokens: Counts) -> Counts:
+    count = tokens // stride
+    if settings.state_snapshots is StateSnapshots.ALL:
+        return count
+    made = (range(stride, int(n) + 1, stride) for n in tokens)
+    kept = (len(lengths.kept_snapshots(all_of, int(n), settings.state_snapshots)) for all_of, n in zip(made, tokens, strict=True))
+    return np.fromiter(kept, dtype=np.int64, count=len(tokens))

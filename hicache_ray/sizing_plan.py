@@ -57,10 +57,10 @@ class SizePlan:
 
 def plan(spec: CacheSpec, settings: Settings, budget: Budget, tokens: int | None, mix: sizing.Mix) -> SizePlan:
     """Pools for these budgets. ``mix``: what the deployment accepts; ``tokens``: the prompt to plan for, None for all of it."""
-    of = mix if tokens is None else sizing.Mix(tokens, tokens, mix.snapshots)
+    of = mix if tokens is None else sizing.Mix(tokens, tokens)
     device, snapshots = device_slots(spec, settings, budget.device, of.longest)
     host = sizing.split(spec, settings, budget.host, of)
-    unit = sizing.prompt_bytes(spec, settings, of.longest, of.snapshots)
+    unit = sizing.prompt_bytes(spec, settings, of.longest)
     size = {c.name: c.page_bytes(spec.page_size) for c in spec.components}
     in_device = sum(size[name] * n for name, n in device.items())
     rows = tuple(
@@ -74,11 +74,11 @@ def plan(spec: CacheSpec, settings: Settings, budget: Budget, tokens: int | None
     usable = {c.name: max(0, device[c.name] - 2) if c.is_state else device[c.name] for c in spec.components}
     largest = {
         "device": sizing.longest_prompt(spec, settings, usable),
-        "host": sizing.longest_prompt(spec, settings, host.slots, of.snapshots),
+        "host": sizing.longest_prompt(spec, settings, host.slots),
     }
     held = {"device": in_device, "host": host.restorable, "storage": budget.storage // max(1, budget.ranks)}
     worth = {tier: n * of.longest // unit for tier, n in held.items()}
-    told = list(sizing.warnings(spec, settings, of.longest, in_device, host.size, of.snapshots))
+    told = list(sizing.warnings(spec, settings, of.longest, in_device, host.size))
     for tier, longest in largest.items():
         if tokens is not None and longest < tokens // settings.step(spec) * settings.step(spec):
             told.append(f"the {tier} pools hold prompts of up to {longest} tokens, less than the {tokens} that are planned for")
@@ -87,8 +87,8 @@ def plan(spec: CacheSpec, settings: Settings, budget: Budget, tokens: int | None
 
 
 def device_slots(spec: CacheSpec, settings: Settings, budget: int, tokens: int) -> tuple[Mapping[str, int], int]:
-    """Slots of the device pools for prompts of ``tokens`` tokens, and snapshots among them: a running request makes all of its
-    snapshots there, whichever are kept afterwards, and has a running state and what it resumed from beside them."""
+    """Slots of the device pools for prompts of ``tokens`` tokens, and snapshots among them: a running request makes those that are kept
+    of it, and has a running state and what it resumed from beside them."""
     spare = 2 * spec.snapshot_bytes()
     slots = sizing.split(spec, settings, max(1, budget - spare), sizing.Mix(tokens, tokens)).slots
     out = {c.name: slots[c.name] + (2 if c.is_state and budget > spare else 0) for c in spec.components}

@@ -6,7 +6,8 @@ Here the arrays of a batch would cost more than the copy of a page.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from hicache_ray.errors import StoreError
@@ -44,11 +45,12 @@ def put_one(call: Call, id: bytes, source: Place) -> bool:
     if outcome != GRANTED:
         return bool(outcome == EXISTS)
     held = Deadline(call.clock, asked + seconds)
-    piece = Piece(source.address, _inside(memory, offset, source.size), source.size)
-    # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-    checksum = call.copier.run_one(piece, True, lambda: call.deadline.passed() or held.passed())
-    body = _ASK_SEAL.pack(reservation, 1, checksum is not None, checksum or 0)
-    return call.connection.call(Kind.SEAL, body, call.deadline).bits(1) == 1
+    with sealing(call.connection):
+        piece = Piece(source.address, _inside(memory, offset, source.size), source.size)
+        # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
+        checksum = call.copier.run_one(piece, True, lambda: call.deadline.passed() or held.passed())
+        body = _ASK_SEAL.pack(reservation, 1, checksum is not None, checksum or 0)
+        return call.connection.call(Kind.SEAL, body, call.deadline).all_bits(1) == 1
 
 
 def get_one(call: Call, id: bytes, target: Place) -> bool:
@@ -73,6 +75,16 @@ def get_one(call: Call, id: bytes, target: Place) -> bool:
         raise
     release(call.connection, release_body(lease, int(bad), 1), call.clock)
     return good
+
+
+@contextmanager
+def sealing(connection: Connection) -> Iterator[None]:
+    """What is reserved is void at once, if it is not sealed: the connection is of no more use then."""
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def release(connection: Connection, body: bytes, clock: Callable[[], float]) -> None:

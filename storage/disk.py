@@ -28,6 +28,7 @@ from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import DiskLent, Leases
+from hicache_ray.storage.disk_moves import Mover
 from hicache_ray.storage.disk_plan import Found, Plan
 from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
@@ -65,6 +66,7 @@ class DiskStore:
         self._lock = threading.Condition(threading.Lock())
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
+        self._mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
         self._leases = Leases(self._index, clock, config.lease_s, config.lease_bytes)
         self._calls = 0
         self._off: tuple[str, float] | None = None  # why writes are off, and until when
@@ -83,9 +85,11 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 plan = self._index.reserve(ids, [array.nbytes for array in arrays], self._writable())
-            while plan.wanted is not None:
+            while plan.todo:
                 self._grow(plan, until)
             self._write(plan, [Write(placed, arrays[placed.number]) for placed in plan.placed], until)
+            with suppress(StoreError):  # what was given up for nothing; what cannot be removed counts, and is tried again
+                self._writer.tidy(until)
             return sum(1 << i for i, id in enumerate(ids) if id in plan.visible)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
@@ -121,14 +125,14 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 existed = self._index.drop(ids)
-            self._forget(until)
+            self._writer.forget(until)
             return existed
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 count = self._index.clear(prefix)
-            self._forget(until)
+            self._writer.forget(until)
             return count
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
@@ -161,20 +165,26 @@ class DiskStore:
                 leases=len(self._leases), writes_off=self._off[0] if self._off else "",
             )  # fmt: skip
 
-    def close(self) -> None:
-        """Waits for calls under way, then leaves footers behind for a fast start. Idempotent."""
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Waits for calls under way, then leaves footers behind for a fast start. Idempotent.
+
+        After ``timeout_s`` a disk that hangs is left alone. Its files stay open, and the directory locked, as long as this process lives:
+        a call that wakes up must not meet another file under its descriptor.
+        """
+        until = time.monotonic() + timeout_s
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._lock.wait_for(lambda: not self._calls, _CLOSE_S)
+            idle = self._lock.wait_for(lambda: not self._calls, timeout_s)
         try:
-            self._writer.leave(self._index.segments(), time.monotonic() + _CLOSE_S)
+            if idle:
+                self._writer.leave(self._index.segments(), until)
         except (StoreError, OSError):
             pass  # the next start reads the records instead
         finally:
-            self._workers.close()
-            self._files.close()
+            if self._workers.close(max(until - time.monotonic(), 0.0)):
+                self._files.close()
 
     # -- beyond it ---------------------------------------------------------------------------------------------------------------
 
@@ -252,10 +262,12 @@ class DiskStore:
             self._lock.release()
 
     def _grow(self, plan: Plan, until: float) -> None:
-        """Make the segment that the plan waits for, and go on with it. Raises StoreTimeout; the segment is used by others then."""
+        """Make or empty the segment that the plan waits for, and go on with it. Raises StoreTimeout; others use what was made then."""
         made: list[Segment] = []
         shape = plan.wanted
-        assert shape is not None
+        if shape is None:
+            self._compact(plan, until)
+            return
 
         def job(staging: memoryview, batch: Batch) -> None:
             made.append(self._files.make(shape, staging))
@@ -268,6 +280,18 @@ class DiskStore:
         (error,) = self._workers.run([job], until, abandoned)
         with self._lock:
             self._index.grown(plan, made[0] if made else None, error)
+            self._index.proceed(plan)
+
+    def _compact(self, plan: Plan, until: float) -> None:
+        assert plan.leaving is not None
+
+        def abandoned() -> None:
+            with self._lock:
+                self._index.abandon(plan)
+
+        error = self._mover.empty(plan.leaving, until, abandoned)
+        with self._lock:
+            self._index.grown(plan, None, error)
             self._index.proceed(plan)
 
     def _write(self, plan: Plan, writes: Sequence[Write], until: float) -> None:
@@ -319,12 +343,6 @@ class DiskStore:
                 self._leases.end(lease)
 
         return DiskLent(views, until, self.clock, end)
-
-    def _forget(self, until: float) -> None:
-        """Write what a drop changed: all of it, because an older copy of an object may wait to be overwritten elsewhere."""
-        with self._lock:
-            segments = self._index.segments()
-        self._writer.forget(segments, until)
 
     def _writable(self) -> bool:
         return self._off is None or self.clock() >= self._off[1]

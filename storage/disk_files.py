@@ -43,6 +43,7 @@ class DiskFiles:
         self._books, self._making = threading.Lock(), threading.Lock()  # of the numbers here; of who makes or removes files
         self._given_up: list[Segment] = []  # their files are to be removed
         self._strays: dict[str, int] = {}  # files that could not be removed
+        self._removing = 0  # who is at it now
         self._next = 1
         self._records_bytes = 0
         self._lock: int | None = None
@@ -131,13 +132,28 @@ class DiskFiles:
                 self.used += segment.file.shape.disk_bytes
                 del self._open[segment.number]
             strays, self._strays = self._strays, {}
+            self._removing += 1
         for segment in given_up:
             self._close_file(segment.file.descriptor)
             self._unlink(segment.file.path, segment.file.shape.disk_bytes)
         for path, size in strays.items():
             self._unlink(path, size)
         with self._books:
+            self._removing -= 1
             return not self._strays
+
+    def untidy(self) -> bool:
+        """Is there a file to remove, or one being removed?"""
+        with self._books:
+            return bool(self._given_up or self._strays or self._removing)
+
+    def sweep(self) -> None:
+        """Remove what was given up, for good: as far as the disk itself, where syncs are wanted. Raises OSError."""
+        with self._making:  # so whoever was at it is done
+            if not self.tidy():
+                raise OSError(errno.EIO, f"a file in {self.directory} cannot be removed")
+            if self.config.fsync != "never":
+                self._sync_directory()
 
     def descriptions(self) -> dict[bytes, dict[str, str]]:
         """What was kept of them; nothing where the file is missing or damaged. Raises OSError."""
@@ -158,10 +174,10 @@ class DiskFiles:
         """Replace the file; False where the cap has no room for it. Raises OSError."""
         data = json.dumps({digest.hex(): dict(record) for digest, record in records.items()}).encode()
         size = up(len(data))
-        if size > self.room:
-            return False
         path, temporary = (os.path.join(self.directory, name) for name in (RECORDS, TEMPORARY))
         with self._books:
+            if size > self.room - sum(segment.file.shape.disk_bytes for segment in self._given_up):  # their files are there still
+                return False
             self.used += size
         try:
             descriptor = self.port.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

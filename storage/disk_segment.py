@@ -46,6 +46,7 @@ class Segment:
     has_footer: bool = False
     footed: int = -1  # ``newest`` as the footer has it
     flushing: bool = False  # somebody is writing what was dirty
+    leaving: bool = False  # it takes nothing new: its objects move elsewhere
     busy: int = 0
     sealed: int = 0
     used_sum: int = 0

@@ -42,7 +42,8 @@ class Limits:
 
 class ArenaIndex(Holdings):
     """``generations``: one 64-bit word per BLOCK bytes of data (in shared memory when in use); it grows when a slot that starts in the
-    block is given out. ``first_id``: lease and reservation ids count from here; incarnations start apart, so that an old id names nothing.
+    block is given out, and when the slab around it is cut anew; it never comes round. ``first_id``: lease and reservation ids count from
+    here; incarnations start apart, so that an old id names nothing.
     Not thread-safe: its owner locks.
     """
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -23,12 +26,14 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.copying import Copier, as_array
 from hicache_ray.storage.descriptors import Lease, Reservation, Sums
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.movers import Batch
 from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 
+log = logging.getLogger("hicache_ray.storage")
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
 _PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
@@ -59,10 +64,21 @@ class Behind(Protocol):
 class NodeStore:
     """Thread-safe. One lock, held for the arithmetic of a call and never while bytes move or ``back`` is asked."""
 
-    def __init__(self, arena: Arena, back: Store | None = None, behind: Behind | None = None) -> None:
-        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call."""
+    def __init__(
+        self,
+        arena: Arena,
+        back: Store | None = None,
+        behind: Behind | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        records: Mapping[bytes, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call.
+        ``clock``: of the calls' deadlines. ``records``: kept from the start, so that the caps of the tenants they name hold before anybody
+        describes them. Raises StoreError."""
         self.arena, self.back = arena, back
         self.behind = behind
+        self._clock = clock
+        self._copier = Copier(1, kernel="off")  # of promotions: they wait for the store behind, not for the copy
         self._lock = threading.Lock()  # guards the index and the records
         self._records: dict[bytes, dict[str, str]] = {}
         self._record_bytes = 0
@@ -72,9 +88,9 @@ class NodeStore:
         self._closed = False
         self._on_lost: Callable[[Sequence[bytes]], None] | None = None
         self._on_cleared: Callable[[bytes], object] | None = None
-        if back is not None:
-            for digest, record in back.described(10.0).items():
-                self._keep(digest, dict(record))
+        behind_arena = back.described(10.0) if back is not None else {}
+        for digest, record in {**behind_arena, **(records or {})}.items():
+            self._keep(digest, dict(record))
 
     def watch(self, on_lost: Callable[[Sequence[bytes]], None], on_cleared: Callable[[bytes], object]) -> None:
         """Have ``on_lost(ids)`` called with what was evicted, dropped or found damaged, and ``on_cleared(prefix)`` after every clear: on
@@ -100,14 +116,7 @@ class NodeStore:
         with self._lock:
             index = self._open()
             answers = [index.lookup(keys, tag) for tag in tags]
-        everything = (1 << len(keys)) - 1
-        if self.back is None or not tags or all(answer.hit == everything for answer in answers):
-            return answers
-        try:
-            found = self.back.lookup(keys if not isinstance(keys, np.ndarray) else unpacked(keys), tags, timeout_s)
-        except StoreError:  # nobody can say now what is behind; what is here is here
-            return [replace(answer, retry=everything & ~answer.hit & ~answer.pending) for answer in answers]
-        return [_union(answer, found[tag]) for answer, tag in zip(answers, tags, strict=True)]
+        return answers if self.back is None else self._look_behind(self.back, keys, tags, answers, timeout_s)
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """As :meth:`ArenaIndex.reserve`."""
@@ -144,27 +153,27 @@ class NodeStore:
     def drop(self, ids: Ids, timeout_s: float) -> int:
         """Bitset of those that existed, here or behind. Raises StoreError where it is not complete behind."""
         names = unpacked(ids) if isinstance(ids, np.ndarray) else list(ids)
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         with self._removal():
             with self._index() as index:
                 existed = index.drop(ids)
             if self.behind is not None:
                 self.behind.on_removed(names, timeout_s)
-            return existed if self.back is None else existed | self.back.drop(names, until - time.monotonic())
+            return existed if self.back is None else existed | self.back.drop(names, until - self._clock())
 
     def clear(self, prefix: bytes, timeout_s: float) -> int:
         """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both, and
         against what is on its way between them. Raises StoreError where it is not complete behind."""
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         seen = set[bytes]() if self.back is None else set(self.back.scan(prefix, timeout_s))
         with self._removal():
             with self._index() as index:
                 seen.update(index.ids(prefix) if self.back is not None else ())
                 count = index.clear(prefix)
             if self.behind is not None:
-                self.behind.on_cleared(prefix, until - time.monotonic())
+                self.behind.on_cleared(prefix, until - self._clock())
             if self.back is not None:
-                self.back.clear(until - time.monotonic(), prefix)
+                self.back.clear(until - self._clock(), prefix)
         if self._on_cleared is not None:
             self._on_cleared(prefix)
         return count if self.back is None else len(seen)
@@ -213,6 +222,7 @@ class NodeStore:
             closed, self._closed = self._closed, True
         if not closed:
             self.behind = None  # it knows this node: without it the memory is free as soon as nobody reads it
+            self._copier.close()
             self.arena.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
@@ -261,10 +271,25 @@ class NodeStore:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
         if self._record_bytes + size > wire.MAX_RECORDS:
             raise StoreError(f"the descriptions would take {self._record_bytes + size} bytes; the store keeps {wire.MAX_RECORDS}")
-        self._records[digest] = record
-        self._record_bytes += size
         if TENANT in record and len(digest) >= SPACE_BYTES:
             self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
+        self._records[digest] = record
+        self._record_bytes += size
+
+    @staticmethod
+    def _look_behind(back: Store, keys: Ids, tags: Sequence[bytes], answers: list[Answer], timeout_s: float) -> list[Answer]:
+        """Asked is only for what is not here: for the keys that some tag misses, under those tags."""
+        everything = (1 << len(keys)) - 1
+        missed = [everything & ~answer.hit for answer in answers]
+        which = list(bits.each(reduce(or_, missed, 0)))
+        if not which:
+            return answers
+        names = unpacked(keys) if isinstance(keys, np.ndarray) else keys
+        try:
+            found = back.lookup([names[i] for i in which], [tag for tag, miss in zip(tags, missed, strict=True) if miss], timeout_s)
+        except StoreError:  # nobody can say now what is behind; what is here is here
+            return [replace(answer, retry=miss & ~answer.pending) for answer, miss in zip(answers, missed, strict=True)]
+        return [_union(answer, _spread(found[tag], which)) if tag in found else answer for answer, tag in zip(answers, tags, strict=True)]
 
     def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
         with self._lock:
@@ -282,34 +307,63 @@ class NodeStore:
         with self._index() as index:
             names = list(dict.fromkeys(unpacked(ids[~index.known(ids)])))
             fence = self._fence
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         for start in range(0, len(names), _PROMOTED):
-            left = until - time.monotonic()
+            left = until - self._clock()
             if left <= 0:
                 return
+            some = names[start : start + _PROMOTED]
             try:
-                with self.back.lease(names[start : start + _PROMOTED], left) as lent:
-                    self._bring(names[start : start + _PROMOTED], lent, owner, fence)
+                with self.back.lease(some, left) as lent:
+                    damaged = self._bring(some, lent, owner, fence, until)
+                if damaged:
+                    self._tell_damaged(damaged, until)
             except StoreError:
                 return
 
-    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int) -> None:
-        found = [(name, as_array(view)) for name, view in zip(names, lent.views, strict=True) if view is not None]
+    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int, until: float) -> dict[bytes, int]:
+        """Copy what is lent, as far as that is done by ``until``. Published is only what was whole, still lent after the copy, and has the
+        checksum that the lender says, where it says one. Returns what has not, with the lengths."""
+        found = [(i, as_array(view)) for i, view in enumerate(lent.views) if view is not None]
         if not found:
-            return
-        place = self.reserve([name for name, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
-        granted, offsets = place.granted.tolist(), place.offsets.tolist()
-        sums: list[int | None] = [None] * len(granted)
+            return {}
+        asked = self._clock()
+        place = self.reserve([names[i] for i, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
+        until = min(until, asked + place.seconds)  # later the memory may be another's
+        copied = [found[n] for n in place.granted.tolist()]
+        sums: list[int | None] = [None] * len(copied)
+        damaged: dict[bytes, int] = {}
         try:
-            for n, i in enumerate(granted):
-                data = found[i][1]
-                self.arena.segment.data[offsets[i] : offsets[i] + data.nbytes] = data
-                sums[n] = checksum(data)
-            valid = {names[i] for i in bits.each(lent.valid())}
-            sums = [value if found[i][0] in valid else None for i, value in zip(granted, sums, strict=True)]
+            memory, offsets = self.arena.segment.data, place.offsets[place.granted].tolist()
+            targets = [memory[at : at + data.nbytes] for at, (_, data) in zip(offsets, copied, strict=True)]
+            batch = Batch.of([data for _, data in copied], targets, of_source=True)
+            read = self._copier.run(batch, lambda: self._clock() >= until).listed()
+            known: Sequence[int | None] = getattr(lent, "checksums", None) or [None] * len(names)
+            valid = lent.valid()
+            for n, ((i, data), value) in enumerate(zip(copied, read, strict=True)):
+                if value is None or not valid >> i & 1:
+                    continue
+                if known[i] in (None, value):
+                    sums[n] = value
+                else:
+                    damaged[names[i]] = data.nbytes
         finally:
             with self._index() as index:
                 index.seal(place.id, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
+        return damaged
+
+    def _tell_damaged(self, damaged: Mapping[bytes, int], until: float) -> None:
+        """A read of its own shows the store behind what it holds: it drops what does not fit, and counts it."""
+        log.warning("%d objects behind the arena do not fit their checksums; they are misses", len(damaged))
+        assert self.back is not None
+        self.back.get(list(damaged), [np.empty(size, np.uint8) for size in damaged.values()], until - self._clock())
+
+
+def _spread(answer: Answer, which: Sequence[int]) -> Answer:
+    """Bit ``n`` speaks of key ``which[n]``."""
+    if which[-1] == len(which) - 1:
+        return answer
+    return Answer(*(sum(1 << which[n] for n in bits.each(part)) for part in (answer.hit, answer.pending, answer.retry)))
 
 
 def _union(here: Answer, behind: Answer) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -80,6 +81,10 @@ class Sent(Generic[T]):
             raise Overloaded(f"all threads that wait on node {self.member.node} were busy until the deadline")
         self.report(False)
         raise StoreTimeout(f"node {self.member.node} did not answer before the deadline")
+
+    def done(self) -> bool:
+        """Is there a result, of whatever kind, without waiting?"""
+        return self.future is None or self.future.done()
 
     def report(self, well: bool | None) -> None:
         """To the breaker, once: whoever comes first, the thread that asked or the one that waited for it."""
@@ -160,6 +165,12 @@ def settle(sent: Iterable[Sent[T]], deadline: Deadline) -> None:
         wait(futures, max(0.0, deadline.at - deadline.clock()))
 
 
+def half(deadline: Deadline) -> Deadline:
+    """Of what is left: there must be time to do without who has not answered by then."""
+    now = deadline.clock()
+    return Deadline(deadline.clock, now + max(deadline.at - now, 0.0) / 2)
+
+
 def finish(sent: Iterable[Sent[T]], deadline: Deadline) -> None:
     """Wait until nobody works for these calls any more: they use the caller's memory.
 
@@ -216,5 +227,8 @@ class Peers:
             self._closed = True
             peers, self._peers = [*self._peers.values(), *self._retired], {}
             self._retired = []
+        until = time.monotonic() + _CLOSE_S
         for peer in peers:
-            peer.close(_CLOSE_S)
+            peer.close()
+        for peer in peers:
+            peer.close(max(until - time.monotonic(), 0.0))

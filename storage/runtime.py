@@ -35,7 +35,7 @@ class StorageNode:
         self.config, self._clock, self._background = config, clock, background
         self.disk: DiskStore | None = None
         self.behind: ArenaBehind | None = None
-        self.service = ArenaService(config.arena, clock, lambda arena: NodeStore(arena, self.disk))
+        self.service = ArenaService(config.arena, clock, lambda arena: NodeStore(arena, self.disk, records=config.records))
         self.flight: FlightEndpoint | None = None
         self._plane: Plane | None = None
         self._closing = ExitStack()

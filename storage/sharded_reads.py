@@ -14,10 +14,12 @@ from hicache_ray.keys import group_of
 from hicache_ray.storage import bits
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.members import Member, View
-from hicache_ray.storage.peers import NodeHandle, Peers, Sent, finish, settle
+from hicache_ray.storage.peers import NodeHandle, Peers, Sent, finish, half, settle
 from hicache_ray.store import KEY_BYTES, Answer, Bytes, Store
 
 T = TypeVar("T")
+
+_HEAL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Search:
             mine = [positions[j] for j in places]
             if home is not None:
                 sent.append((mine, self.asked.send(home, _holders([self.ids[i] for i in mine]))))
-        settle([one for _, one in sent], self.asked.deadline)
+        settle([one for _, one in sent], half(self.asked.deadline))
         others, here = self.asked.others(), self.asked.view.member(self.asked.here)
         for mine, one in sent:
             try:
@@ -249,15 +251,22 @@ def _get(ids: Sequence[bytes], targets: Sequence[Bytes], mine: Sequence[int], sh
 
 
 def heal(search: Search) -> None:
-    """Tell the homes what is no longer where they believed. What is there after all (and has another length) stays."""
+    """Tell the homes what is no longer where they believed. What is there after all (and has another length) stays.
+
+    The caller has what it asked for, and waits for this a moment at most; what is not known by then is healed by the next one.
+    """
     asked = search.asked
     stale = {member: ids for member, ids in search.stale.items() if ids}
     if not stale or asked.deadline.passed():
         return
+    now = asked.deadline.clock()
+    moment = Deadline(asked.deadline.clock, min(now + _HEAL_S, asked.deadline.at))
     looks = [(ids, asked.send(member, _visible(ids))) for member, ids in stale.items()]
-    settle([one for _, one in looks], asked.deadline)
+    settle([one for _, one in looks], moment)
     told: list[Sent[None]] = []
     for ids, look in looks:
+        if not look.done():
+            continue
         try:
             there = look.result()
         except StoreError:
@@ -266,7 +275,7 @@ def heal(search: Search) -> None:
         for home, positions in by_home(asked.view, gone).items():
             if home is not None:
                 told.append(asked.send(home, _withdraw(look.member.holder, [gone[i] for i in positions])))
-    settle(told, asked.deadline)
+    settle(told, moment)
 
 
 def _visible(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:

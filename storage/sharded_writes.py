@@ -15,7 +15,7 @@ from hicache_ray.errors import StoreError
 from hicache_ray.keys import group_of
 from hicache_ray.storage import bits
 from hicache_ray.storage.members import Member, View
-from hicache_ray.storage.peers import NodeHandle, Sent, ShardConfig, finish, settle
+from hicache_ray.storage.peers import NodeHandle, Sent, ShardConfig, finish, half, settle
 from hicache_ray.storage.sharded_reads import Asked, at, by_home, only, spread
 from hicache_ray.store import Bytes
 
@@ -71,9 +71,9 @@ class Writing:
         return out
 
     def _epochs(self, homes: Sequence[Member]) -> Mapping[Member, int]:
-        """Of the homes that answer, at the start."""
+        """Of the homes that answer, at the start; one that hangs leaves time to store the bytes here."""
         sent = [self.asked.send(home, lambda node, left: node.directory.epoch(left)) for home in homes]
-        settle(sent, self.asked.deadline)
+        settle(sent, half(self.asked.deadline))
         out = {}
         for one in sent:
             try:

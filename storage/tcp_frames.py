@@ -140,8 +140,6 @@ def pack_loans(lease: int, lengths: Sequence[int | None], checksums: Sequence[in
 def unpack_loans(reader: Reader, count: int) -> tuple[int, list[tuple[int, int, int]]]:
     """(lease, (index, length, checksum) of every hit)."""
     lease, hit = reader.number("Q"), list(bits.each(reader.bits(count)))
-    if hit and hit[-1] >= count:
-        raise WireError("an answer speaks of more objects than were asked for")
     lengths, sums = reader.numbers("Q", len(hit)), reader.numbers("Q", len(hit))
     reader.end()
     return lease, list(zip(hit, lengths, sums, strict=True))
@@ -175,7 +173,9 @@ def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
 
 
 def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, Answer]:
-    return {tag: Answer(hit=reader.bits(count), pending=reader.bits(count), retry=reader.bits(count)) for tag in tags}
+    found = {tag: Answer(reader.bits(count), reader.bits(count), reader.bits(count)) for tag in tags}
+    reader.end()
+    return found
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,9 @@ def pack_where(found: Mapping[bytes, Mapping[str, int]], tags: Sequence[bytes], 
 def unpack_where(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, dict[str, int]]:
     names = _unpack_names(reader)
     try:
-        return {tag: {names[reader.number("H")]: reader.bits(count) for _ in range(reader.number("H"))} for tag in tags}
+        found = {tag: {names[reader.number("H")]: reader.bits(count) for _ in range(reader.number("H"))} for tag in tags}
+        reader.end()
+        return found
     except IndexError as error:
         raise WireError("an answer speaks of a holder that it does not name") from error
 
@@ -228,6 +230,8 @@ def pack_holders(found: Sequence[tuple[str, ...]]) -> bytes:
 def unpack_holders(reader: Reader, count: int) -> list[tuple[str, ...]]:
     names = _unpack_names(reader)
     try:
-        return [tuple(names[i] for i in reader.numbers("H", reader.number("H"))) for _ in range(count)]
+        found = [tuple(names[i] for i in reader.numbers("H", reader.number("H"))) for _ in range(count)]
+        reader.end()
+        return found
     except IndexError as error:
         raise WireError("an answer speaks of a holder that it does not name") from error

@@ -33,7 +33,7 @@ class Operations:
             TcpKind.DESCRIBED: self._described,
             TcpKind.STATS: self._stats,
             TcpKind.PING: lambda reader, _: reader.rest(),
-            TcpKind.EPOCH: lambda _, deadline: wire.number(self._home.epoch(deadline.left()), "Q"),
+            TcpKind.EPOCH: self._epoch,
             TcpKind.ANNOUNCE: self._announce,
             TcpKind.WITHDRAW: self._withdraw,
             TcpKind.WHERE: self._where,
@@ -95,6 +95,10 @@ class Operations:
         if self._directory is None:
             raise StoreError("this node keeps no directory")
         return self._directory
+
+    def _epoch(self, reader: Reader, deadline: Deadline) -> bytes:
+        reader.end()
+        return wire.number(self._home.epoch(deadline.left()), "Q")
 
     def _announce(self, reader: Reader, deadline: Deadline) -> bytes:
         since, holder, ids = reader.number("Q"), tcp_frames.unpack_name(reader), reader.ids()

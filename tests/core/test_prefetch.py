@@ -257,6 +257,24 @@ def is_question(envelope: Envelope) -> bool:
     return isinstance(envelope.record, Lookup)
 
 
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_a_target_goes_on_where_the_host_has_no_room_for_its_draft(policy: str) -> None:
+    """The target resumes from the device, its draft could from L3: all that is refused is the draft's."""
+    pools = {"full": full(layers=1), "draft": full(layers=1, role="draft")}
+    stack = Stack(page=PAGE, pools=pools, l1=20, l2=4, prefetch_policy=policy)
+    first, longer = prompt(1, 3 * PAGE + 1), [*prompt(1, 3 * PAGE), *prompt(2, 2 * PAGE + 1)]
+    stack.put(first)
+    stack.settle()
+    for tier in ("l1", "l2"):
+        stack.evict(tier, {"draft": 20})
+    held = stack.res.leases.alloc("somebody else", (Tier.HOST, "draft"), 4)
+    assert stack.put(longer) == Served(l1=3 * PAGE, l2=0, l3=0, computed=2 * PAGE + 1)
+    stack.res.leases.release(held)
+    stack.settle()
+    all_bytes_are_right(stack, [longer])
+    at_rest(stack)
+
+
 def test_all_questions_of_a_request_share_one_deadline() -> None:
     """Two questions (a draft that looks ahead has keys of its own), each of which the store could not answer at once: the third has what
     the first two have left of the 2 s, and nobody is asked when nothing is left."""

@@ -11,8 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_ray import cli
+from hicache_ray.flights import Envelope
+from hicache_ray.records import Compute
 from hicache_ray.simulate import Failed, World, simulate
 from hicache_ray.simulate_cases import cases
+from hicache_ray.simulate_group import Member
 from hicache_ray.simulate_report import loss, measure
 from hicache_ray.slots import SlotPool
 from hicache_ray.storage.peers import ShardConfig
@@ -75,6 +78,25 @@ def test_a_failure_is_a_line_that_lives_it_again(monkeypatch: pytest.MonkeyPatch
     result = CliRunner().invoke(cli.app, line.split()[1:])
     assert result.exit_code == 1
     assert sentence in result.stderr.replace("\n", " ") or sentence.split()[0] in result.stderr
+
+
+def test_a_drop_that_overtakes_a_forward_on_its_way_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that resumes, and has been sent, ends as usual: what it reads was there when it was sent."""
+    world = World(3, replace(cases()["full"], faults=0.0, calm=True))
+    real, overtaken = Member._send, []
+
+    def send(self: Member, envelope: Envelope) -> None:
+        real(self, envelope)
+        if isinstance(envelope.record, Compute) and envelope.record.start and len(overtaken) < 20:
+            space = self.prompts[envelope.record.rid].space
+            overtaken.append(space)
+            world.later(0.0, lambda: world.drops.begin(space))
+
+    monkeypatch.setattr(Member, "_send", send)
+    tally = world.run(2000)
+    assert len(overtaken) == 20
+    assert tally.drops["complete"] > 3
+    assert tally.drops["failed"] == 0
 
 
 def test_unknown_cases_are_refused() -> None:

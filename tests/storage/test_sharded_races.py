@@ -46,6 +46,17 @@ def test_a_hung_home_costs_one_deadline_and_its_keys_are_to_be_retried(cluster: 
     assert seen(store, ids) == (0x1FF, 0)
 
 
+def test_a_hung_home_leaves_time_to_store_here_and_to_ask_the_others(cluster: Cluster) -> None:
+    mine, theirs = name(1, group_at(cluster, "n2")), name(2, group_at(cluster, "n1"))
+    put(cluster.client("n1"), [theirs])
+    reader, writer = cluster.client("n0"), cluster.client("n0")
+    hung = cluster.nodes["n2"].hung = threading.Event()
+    assert reader.get([mine, theirs], [bytearray(PAGE), bytearray(PAGE)], 2.0) == 0b10
+    assert writer.put([mine], [page(mine)], 2.0) == 1
+    assert holding(cluster, mine) == ["n0"]
+    hung.set()
+
+
 def test_no_more_threads_wait_on_a_hung_node_than_configured(cluster: Cluster) -> None:
     store = cluster.client("n0", ShardConfig(workers=2), clock=cluster.clock)
     ids = [name(1, group_at(cluster, "n2"))]
