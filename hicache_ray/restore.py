@@ -92,12 +92,12 @@ class Restore:
         intake = self._intake(found)
         chosen = plan.choose(found, self._threshold, intake.bounds())
         chosen, decision = self._weigh(job, found, chosen, intake)
-        if intake.refusal(chosen) is not Limit.NONE:  # what is left to refuse is a draft's, and no target waits for that
+        if intake.refusal(chosen, drafts=True) is not Limit.NONE:  # what is left to refuse is a draft's, and no target waits for that
             chosen = plan.at(found, chosen.length, chosen.limit, LOCAL)
         # What was weighed is what is read: where the wait is bounded by its cost, nothing is added to it.
         if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE) and self.cost is None:
             more = plan.fallback(found, chosen)
-            chosen = more if intake.refusal(more) is Limit.NONE else chosen
+            chosen = more if intake.refusal(more, drafts=True) is Limit.NONE else chosen
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
         job.evidence = Evidence(found, chosen, job.told, decision)
         self.hold(job, found, chosen, (Tier.HOST,))
