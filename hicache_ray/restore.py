@@ -6,7 +6,7 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -100,7 +100,7 @@ class Restore:
             chosen = more if intake.refusal(more, drafts=True) is Limit.NONE else chosen
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
         job.evidence = Evidence(found, chosen, job.told, decision)
-        self.hold(job, found, chosen, (Tier.HOST,))
+        self.hold(job, found, chosen, waits=True)
         job.wanted = chosen.length
         if not chosen.of(Tier.STORAGE):
             return
@@ -122,7 +122,7 @@ class Restore:
         got = found.longest(*LOCAL)
         if got < job.wanted:
             job.limit = Limit.DROPPED if self.stale(job) else why
-        self.hold(job, found, plan.at(found, got), (Tier.HOST,))
+        self.hold(job, found, plan.at(found, got), waits=True)
         self._ready(job)
 
     def _ready(self, job: Job) -> None:
@@ -289,6 +289,7 @@ class Restore:
 
     def _find_fork(self, job: Job, found: Match) -> None:
         """Where the prompt leaves a path that is cached and goes on: whoever leaves it there next will want a state, too."""
+        job.fork = 0  # of an earlier load, whose path may be gone
         full = next((c for c in self.spec.components if c.kind is Kind.FULL and c.role == "target" and c.page_span == 1), None)
         if full is None:
             return
@@ -311,14 +312,15 @@ class Restore:
         """Whether what the request is of was dropped after it began: it publishes nothing any more."""
         return self.res.stale(job.space, job.era)
 
-    def hold(self, job: Job, found: Match, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
-        """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
+    def hold(self, job: Job, found: Match, chosen: Plan, waits: bool = False) -> None:
+        """Lease a plan's local pages, so that they stay. They count as used together. ``waits``: the request waits for the device, and must
+        not keep that from the one who has it: those on the host alone."""
         for part in chosen.parts:
-            if part.tier in tiers:
+            if part.tier in ((Tier.HOST,) if waits else LOCAL):
                 entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 place = (part.tier, part.component)
                 self.res.touch(place, entries)
-                if tiers is not LOCAL:  # the request only waits: what passes through the host needs room there
+                if waits:  # what passes through the host meanwhile needs room there
                     fresh = np.cumsum(self.res.idle(place, entries))
                     entries = entries[fresh <= max(0, self.res.room(place) - self.res.reserve(place))]
                 job.leases.append(self.res.leases.take(job.request.rid, place, self.res.slots(place, entries)))
