@@ -21,7 +21,8 @@ from hicache_ray.actors.setup import capacities, settings_of, tenant_caps
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.errors import ConfigError, GroupLost, RequestRefused, StorageDetached, StoreError
-from hicache_ray.explain import Explainer, differing_fields, foreign_fields, lacks_all
+from hicache_ray.explain import Explainer, lacks_all
+from hicache_ray.explain_fields import differing_fields, foreign_fields
 from hicache_ray.group import Group
 from hicache_ray.keys import Namespace, page_keys, space_of
 from hicache_ray.match import match

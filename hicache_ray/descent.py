@@ -5,6 +5,7 @@ These are parts of stories (see :mod:`hicache_ray.story`): they yield records li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
@@ -70,8 +71,9 @@ class Descent(Persist):
         tried: set[tuple[str, bytes]] = set()
         try:
             while some := self._dirty(tried):
+                names = {(c, self.res.index.key(e)) for c, entries in some.items() for e in entries.tolist()}
                 yield from self._rescue(some, tried)
-                tried |= {(c, self.res.index.key(e)) for c, entries in some.items() for e in self._known(c, entries)}
+                tried |= names
         finally:
             self._writing_down = False
 
@@ -98,9 +100,6 @@ class Descent(Persist):
             return min(count, free)
         safe = self.res.index.durable(place, victims) | (self.res.index.slots((Tier.DEVICE, component), victims) != ABSENT)
         return free + (int(np.argmin(safe)) if not np.all(safe) else len(victims))
-
-    def _known(self, component: str, entries: Entries) -> list[int]:
-        return entries[self.res.index.slots((Tier.DEVICE, component), entries) != ABSENT].tolist()
 
     def write_all(self) -> Story:
         """What L1 and L2 alone have goes to L3, as far as that takes it. Nothing else is under way."""
@@ -152,8 +151,12 @@ class Descent(Persist):
         return there[self.res.index.durable(place, there) & self.res.idle(place, there)]
 
     def room(self, tier: Tier, need: Mapping[str, int]) -> Story:
-        """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room."""
+        """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room.
+
+        Where the host is too small for it L3 takes what it can in ``prefetch_base_s``; nobody waits longer for that, the rest is lost.
+        """
         tried: set[tuple[str, bytes]] = set()
+        until = self.res.now() + self.settings.prefetch_base_s
         while True:
             victims = evict.choose(self.res, tier, need)
             if victims is None:
@@ -165,13 +168,13 @@ class Descent(Persist):
                 return
             self.waits += tier is Tier.DEVICE
             # Others may lease the victims while they are copied, so the choice is made anew afterwards.
-            yield from self._rescue(alone, tried)
+            yield from self._rescue(alone, tried, until)
 
-    def _rescue(self, victims: Mapping[str, Entries], tried: set[tuple[str, bytes]]) -> Story:
+    def _rescue(self, victims: Mapping[str, Entries], tried: set[tuple[str, bytes]], until: float = math.inf) -> Story:
         """Device pages on their way out go to the host, as many as it has room for, and from there to L3.
 
         ``tried`` gains what need not be rescued any more. Where the host is too small for all at once and L3 takes what it is given, the
-        rest is left for another round.
+        rest is left for another round; ``until``: how long L3 may take for that, on the group's clock.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
         keys = tuple(dict.fromkeys(k for some in names.values() for k in reversed(some)))  # what is written first is of use alone
@@ -188,11 +191,11 @@ class Descent(Persist):
         yield from self._copy_down(taken, path, own)
         for component, some in names.items():  # they arrive in the order in which they have left
             self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), Path(tuple(some))))
-        if not left:
+        if in_time := self._left(until) > 0 and bool(left):
+            yield from self.persist(path, must=True, until=until)
+        else:
             self.spawn("persist", self.persist(path))
-            return
-        yield from self.persist(path, must=True)
-        if not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
+        if not in_time or not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
             tried |= left
             for component, _ in left:
                 self.res.counters[(Tier.HOST, component)].refused += 1

@@ -34,7 +34,7 @@ Landed = Callable[[Merged], None]
 
 @dataclass(eq=False)
 class Fetch:
-    """Pages on their way. ``deadline``: on the group's clock. ``tokens``: what they count as. ``cut``: it did not come to its end."""
+    """Pages on their way. ``deadline``: on the group's clock. ``tokens``: what they count as. ``cut``: why it did not come to its end."""
 
     rid: str
     arrivals: Arrivals
@@ -43,7 +43,7 @@ class Fetch:
     tokens: int
     flying: dict[int, Slice] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
-    cut: bool = False
+    cut: Limit = Limit.NONE
 
     @property
     def finished(self) -> bool:
@@ -89,7 +89,7 @@ class Fetches:
     def unread(self, job: Job) -> bool:
         """Whether something of that was not there, with nothing wrong otherwise."""
         fetches = self.of(job)
-        return not any(f.cut for f in fetches) and any(bool(np.any(flags)) for f in fetches for flags in f.arrivals.missed)
+        return all(f.cut is Limit.NONE for f in fetches) and any(bool(np.any(flags)) for f in fetches for flags in f.arrivals.missed)
 
     def with_arrived(self, job: Job, found: Match) -> Match:
         """``found``, where what has arrived for a request counts as L3's: nobody has to ask for that again."""
@@ -152,10 +152,9 @@ class Fetches:
             mine = fetch.arrivals.of(found)
             for leg, have, ours in zip(fetch.arrivals.moved.legs, fetch.arrivals.arrived, mine, strict=True):
                 job.storage_pages |= {(leg.component, page) for page in leg.pages[have & ours].tolist()}
-        late = any(not f.finished or (f.cut and self._now() >= f.deadline) for f in fetches)
-        why = Limit.DEADLINE if late else Limit.FAILED if any(f.cut for f in fetches) else Limit.UNREAD
+        why = [f.cut if f.finished else Limit.DEADLINE for f in fetches if f.cut is not Limit.NONE or not f.finished]
         self.leave(job)
-        return why
+        return next((limit for limit in (Limit.DETACHED, Limit.DEADLINE, Limit.FAILED) if limit in why), Limit.UNREAD)
 
     def leave(self, job: Job) -> None:
         """A request wants nothing any more of what it waits for."""
@@ -194,7 +193,8 @@ class Fetches:
             self.res.counters[(Tier.STORAGE, leg.component)].failures += int(np.count_nonzero(~have[at]))
             self._forget(fetch, leg, at[~have[at]])
         if got.late or got.error:
-            fetch.cut = True
+            late = got.late or self._now() >= fetch.deadline
+            fetch.cut = Limit.DETACHED if not self.res.storage else Limit.DEADLINE if late else Limit.FAILED
             self.counters.cut += 1
             for i, at in (part for cut in fetch.left for part in cut):
                 self._forget(fetch, fetch.arrivals.moved.legs[i], at)

@@ -103,4 +103,5 @@ def merge(record: Record, outcomes: Sequence[Outcome]) -> Merged:
     names = () if error else first.digests
     digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in names}
     refused = any(o.refused for o in outcomes)
-    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, refused, first.count, first.retry)
+    late = any(o.late for o in outcomes)
+    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, refused, first.count, first.retry, late)

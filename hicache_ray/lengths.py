@@ -179,17 +179,6 @@ def _position(bits: int, index: int) -> int:
     return low
 
 
-def following(own: int, good: int, among: int) -> int:
-    """Of the lengths ``among`` those where the longest of a draft's ``own`` lengths up to there is in ``good``."""
-    bad, between = own & ~good, ones(among.bit_length()) & ~own
-    step = 1
-    while step < among.bit_length():  # what holds of a member holds up to the next one
-        bad |= between & (bad << step)
-        between &= between << step
-        step *= 2
-    return among & ~bad
-
-
 def kept_snapshots(made: Sequence[int], prompt: int, how: StateSnapshots) -> set[int]:
     """Which of the snapshots of a path are kept; ``made``: their lengths, ascending; ``prompt``: tokens of the prompt that it began as.
 

@@ -17,7 +17,7 @@ from hicache_ray.keys import is_other, other, page_of, tagged
 from hicache_ray.records import Span, slots_array
 from hicache_ray.residency import Residency
 from hicache_ray.resume import ORDER, Limit, Match, Part, Plan
-from hicache_ray.spec import CacheSpec, Component, Tier
+from hicache_ray.spec import CacheSpec, Tier
 from hicache_ray.transfer import Transfer
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -101,31 +101,25 @@ class Intake:
     match: Match
     taking: Mapping[str, Taking]
 
-    def refusal(self, plan: Plan) -> Limit:
-        """Why a plan's pages cannot come from L3."""
+    def refusal(self, plan: Plan, drafts: bool = False) -> Limit:
+        """Why a plan's pages cannot come from L3; ``drafts``: those of drafts as well, for which no target waits."""
         out = [Limit.NONE]
         for name, takes in self.taking.items():
+            if self.match.spec[name].role == "draft" and not drafts:
+                continue
             come, hold = (_bits([p for p in plan.of(tier) if p.component == name]) for tier in (Tier.STORAGE, Tier.HOST))
             out.append(takes.refusal((come & takes.come).bit_count(), (hold & takes.hold).bit_count()))
         return Limit.IN_FLIGHT if Limit.IN_FLIGHT in out else Limit.HOST_ROOM if Limit.HOST_ROOM in out else Limit.NONE
 
     def bounds(self) -> tuple[tuple[Limit, int], ...]:
-        """The same of all lengths at once: sets of legal lengths, for :func:`hicache_ray.plan.choose`."""
-        legal = self.match.lengths(*ORDER)
+        """The same of all lengths at once, drafts apart: sets of legal lengths, for :func:`hicache_ray.plan.choose`."""
+        legal, page = self.match.lengths(*ORDER), self.match.spec.page_size
         flight = room = legal
-        for c in self.match.spec.components:
+        for c in (c for c in self.match.spec.components if c.role != "draft"):
             takes = self.taking[c.name]
-            flight &= self._lengths(c, takes.come, takes.flight, legal)
-            room &= self._lengths(c, takes.come, 0, legal) | self._lengths(c, takes.come | takes.hold, takes.room, legal)
+            flight &= lengths.fitting(c, takes.come, takes.flight, legal, page)
+            room &= lengths.fitting(c, takes.come, 0, legal, page) | lengths.fitting(c, takes.come | takes.hold, takes.room, legal, page)
         return ((Limit.IN_FLIGHT, flight), (Limit.HOST_ROOM, room))
-
-    def _lengths(self, c: Component, some: int, most: int, legal: int) -> int:
-        """Legal lengths at which the component takes at most ``most`` of the pages ``some``."""
-        page = self.match.spec.page_size
-        if c.role != "draft":
-            return lengths.fitting(c, some, most, legal, page)
-        own = lengths.lengths_of(c, self.match.anywhere(c.name), self.match.ceiling, page)
-        return lengths.following(own, lengths.fitting(c, some, most, own, page), legal)
 
 
 def intake(res: Residency, match: Match, come: Sequence[Part], tokens: int, alone: bool = False) -> Intake:

@@ -6,7 +6,7 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -92,15 +92,15 @@ class Restore:
         intake = self._intake(found)
         chosen = plan.choose(found, self._threshold, intake.bounds())
         chosen, decision = self._weigh(job, found, chosen, intake)
-        if intake.refusal(chosen) is not Limit.NONE:  # what is left to refuse is a draft's, and no target waits for that
+        if intake.refusal(chosen, drafts=True) is not Limit.NONE:  # what is left to refuse is a draft's, and no target waits for that
             chosen = plan.at(found, chosen.length, chosen.limit, LOCAL)
         # What was weighed is what is read: where the wait is bounded by its cost, nothing is added to it.
         if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE) and self.cost is None:
             more = plan.fallback(found, chosen)
-            chosen = more if intake.refusal(more) is Limit.NONE else chosen
+            chosen = more if intake.refusal(more, drafts=True) is Limit.NONE else chosen
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
         job.evidence = Evidence(found, chosen, job.told, decision)
-        self.hold(job, found, chosen, (Tier.HOST,))
+        self.hold(job, found, chosen, waits=True)
         job.wanted = chosen.length
         if not chosen.of(Tier.STORAGE):
             return
@@ -121,8 +121,8 @@ class Restore:
         found = self.match(job)
         got = found.longest(*LOCAL)
         if got < job.wanted:
-            job.limit = why
-        self.hold(job, found, plan.at(found, got), (Tier.HOST,))
+            job.limit = Limit.DROPPED if self.stale(job) else why
+        self.hold(job, found, plan.at(found, got), waits=True)
         self._ready(job)
 
     def _ready(self, job: Job) -> None:
@@ -150,29 +150,29 @@ class Restore:
         job.phase = Phase.LOOKUP
         told: dict[str, tuple[int, ...]] = {}
         sure: dict[str, tuple[int, ...]] = {}  # of that what has been said for good: a page that is not in it is not there
-        until, answered = self.clock() + deadline_s, True
+        until, trouble = self.clock() + deadline_s, Limit.NONE
         for keys, names in self.questions(found):
             answer = yield from self._answer(job.request.rid, keys, names, until)
             told |= answer.found
-            answered = not (answer.late or answer.error)
-            if not answered:
+            if answer.late or answer.error:
+                trouble = Limit.LOOKUP if answer.late else Limit.LOOKUP_FAILED
                 break
             sure |= {} if answer.retry else answer.found
         if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
-            job.limit = job.limit if answered else Limit.LOOKUP
+            job.limit = Limit.DROPPED if self.stale(job) else Limit.DETACHED
             return self.match(job)
         local = self.match(job)
         found, job.told = local.with_storage(told), told
-        if not answered and found.longest(*ORDER) < found.ceiling:
-            job.limit = Limit.LOOKUP
+        if found.longest(*ORDER) < found.ceiling:
+            job.limit = trouble
         prefetch.note(self.res, local.with_storage(sure))
         return found
 
     def _answer(
         self, rid: str, keys: tuple[bytes, ...], names: tuple[str, ...], until: float
     ) -> Generator[Record | Wait, Merged, Merged]:
-        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, what it has
-        said holds as far as it goes, and the answer is late."""
+        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, or fail, what
+        it has said holds as far as it goes."""
         left_s = until - self.clock()
         if left_s <= 0:
             return Merged(late=True)
@@ -181,7 +181,7 @@ class Restore:
             return answer
         left_s = until - self.clock()
         again = (yield Lookup(self._next_id(), rid, keys, names, left_s)) if left_s > 0 else Merged(late=True)
-        return replace(answer, late=True) if again.late or again.error else again
+        return replace(answer, late=again.late, error=again.error) if again.late or again.error else again
 
     def _wait_for_room(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
         """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding
@@ -289,6 +289,7 @@ class Restore:
 
     def _find_fork(self, job: Job, found: Match) -> None:
         """Where the prompt leaves a path that is cached and goes on: whoever leaves it there next will want a state, too."""
+        job.fork = 0  # of an earlier load, whose path may be gone
         full = next((c for c in self.spec.components if c.kind is Kind.FULL and c.role == "target" and c.page_span == 1), None)
         if full is None:
             return
@@ -311,14 +312,15 @@ class Restore:
         """Whether what the request is of was dropped after it began: it publishes nothing any more."""
         return self.res.stale(job.space, job.era)
 
-    def hold(self, job: Job, found: Match, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
-        """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
+    def hold(self, job: Job, found: Match, chosen: Plan, waits: bool = False) -> None:
+        """Lease a plan's local pages, so that they stay. They count as used together. ``waits``: the request waits for the device, and must
+        not keep that from the one who has it: those on the host alone."""
         for part in chosen.parts:
-            if part.tier in tiers:
+            if part.tier in ((Tier.HOST,) if waits else LOCAL):
                 entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 place = (part.tier, part.component)
                 self.res.touch(place, entries)
-                if tiers is not LOCAL:  # the request only waits: what passes through the host needs room there
+                if waits:  # what passes through the host meanwhile needs room there
                     fresh = np.cumsum(self.res.idle(place, entries))
                     entries = entries[fresh <= max(0, self.res.room(place) - self.res.reserve(place))]
                 job.leases.append(self.res.leases.take(job.request.rid, place, self.res.slots(place, entries)))

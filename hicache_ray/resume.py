@@ -145,6 +145,9 @@ class Limit(str, Enum):
     COST = "recomputing is sooner done than loading (cache.load_or_recompute)"
     LOAD_FAILED = "a copy from the host failed"
     LOOKUP = "storage did not answer in time"
+    LOOKUP_FAILED = "storage could not say what it has"
+    DETACHED = "storage was detached meanwhile"
+    DROPPED = "what the request is of was dropped meanwhile"
 
 
 @dataclass(frozen=True)

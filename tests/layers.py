@@ -28,7 +28,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
         *("host_memory", "interrupts", "machine", "sizing_plan"),
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
-        *("explain", "metrics", "replay", "simulate", "sizing", "trace"),
+        *("explain", "explain_fields", "metrics", "replay", "simulate", "sizing", "trace"),
         *("simulate_cases", "simulate_checks", "simulate_content", "simulate_drop", "simulate_engine", "simulate_faults"),
         *("simulate_group", "simulate_load", "simulate_node", "simulate_rank", "simulate_report", "simulate_rule", "simulate_settings"),
         *("simulate_shards", "simulate_store", "simulate_watch"),

@@ -62,7 +62,7 @@ def test_what_is_in_flight_ends_as_a_miss_at_once(what: type, again: bool) -> No
         stack.attach()
     steps.run()
     assert stack.served["r"] == Served(0, 0, 0, len(B) - DECODED)
-    assert stack._jobs["r"].limit is (Limit.LOOKUP if what is Lookup else Limit.FAILED)
+    assert stack._jobs["r"].limit is Limit.DETACHED
     kept = sum(p.held for p in stack.res.pools.values())
     assert kept == held
     cached = {place: stack.res.index.in_place(place).tolist() for place in stack.res.pools}

@@ -34,10 +34,12 @@ BITS = st.integers(0, lengths.ones(PAGES))
 MOSTLY = st.lists(st.integers(0, PAGES - 1), max_size=3).map(lambda holes: lengths.ones(PAGES) & ~sum(1 << i for i in set(holes)))
 
 
-def refusal(of: Plan, taking: Mapping[str, Taking]) -> Limit:
+def refusal(match: Match, of: Plan, taking: Mapping[str, Taking], drafts: bool = False) -> Limit:
     """Page by page."""
     out = set()
     for name, takes in taking.items():
+        if match.spec[name].role == "draft" and not drafts:
+            continue
         pages = {tier: [i for part in of.of(tier) if part.component == name for i in part.pages.tolist()] for tier in ORDER}
         come = sum(takes.come >> i & 1 for i in pages[Tier.STORAGE])
         hold = sum(takes.hold >> i & 1 for i in pages[Tier.HOST])
@@ -59,7 +61,7 @@ def naive(match: Match, threshold: int, taking: Mapping[str, Taking]) -> Plan:
             limit = Limit.THRESHOLD if limit is Limit.ABSENT else limit
             break
         best = plan.at(match, k, Limit.NONE if k == match.ceiling else limit)
-        if (why := refusal(best, taking)) is Limit.NONE:
+        if (why := refusal(match, best, taking)) is Limit.NONE:
             return best
         limit = why
     return plan.at(match, local, limit)
@@ -107,9 +109,10 @@ def test_the_same_plan_and_the_same_reason_as_trying_every_length(case: tuple[Ma
     local = match.longest(Tier.DEVICE, Tier.HOST)
     for k in lengths.members(match.lengths(*ORDER)):
         tried = plan.at(match, k)
-        assert intake.refusal(tried) is refusal(tried, taking)
+        for drafts in (False, True):
+            assert intake.refusal(tried, drafts) is refusal(match, tried, taking, drafts)
         fits = all(able >> k & 1 for _, able in intake.bounds())
-        assert fits is (refusal(tried, taking) is Limit.NONE) or k <= local
+        assert fits is (refusal(match, tried, taking) is Limit.NONE) or k <= local
 
 
 def test_the_threshold_is_not_named_where_something_stronger_keeps_the_longer_lengths_away() -> None:

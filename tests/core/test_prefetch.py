@@ -275,6 +275,18 @@ def test_a_target_goes_on_where_the_host_has_no_room_for_its_draft(policy: str) 
     at_rest(stack)
 
 
+def test_what_a_target_has_in_storage_comes_where_there_is_no_room_for_its_draft() -> None:
+    stack = stored(pools={"full": full(layers=1), "draft": full(layers=1, role="draft")}, prefetch_policy="wait_complete", l2=100)
+    held = stack.res.leases.alloc("somebody else", (Tier.HOST, "draft"), 90)
+    assert stack.put(LONG, "r") == Served(l1=0, l2=0, l3=96 * PAGE, computed=1)
+    assert {s.component for r in reads(stack) for s in r.spans} == {"full"}
+    assert stack.clock() == 0.0  # nobody has waited for that room
+    stack.res.leases.release(held)
+    stack.settle()
+    all_bytes_are_right(stack, [LONG])
+    at_rest(stack)
+
+
 def test_all_questions_of_a_request_share_one_deadline() -> None:
     """Two questions (a draft that looks ahead has keys of its own), each of which the store could not answer at once: the third has what
     the first two have left of the 2 s, and nobody is asked when nothing is left."""
@@ -327,9 +339,11 @@ def test_a_retry_without_an_answer_leaves_what_the_first_one_has_said(how: str) 
     else:
         stack.report(again, Outcome(error="injected"))
     steps.run()
-    assert (stack.poll("r").tokens, stack.poll("r").limit) == (72 * PAGE, Limit.LOOKUP.value)
+    why = Limit.LOOKUP if how == "late" else Limit.LOOKUP_FAILED
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (72 * PAGE, why.value)
     assert stack.load("r") == 72 * PAGE
-    stack.run(again)  # too late: nobody listens
+    if how == "late":
+        stack.run(again)  # nobody listens any more
     steps.settle()
     at_rest(stack)
     all_bytes_are_right(stack, [LONG])
