@@ -103,7 +103,7 @@ def _call(method: str, path: str, url: str | None, token: str | None, body: dict
         wait = REQUEST_S + float((body or {}).get("timeout_s") or 0)
         try:
             # As bytes: a token may hold what no header of text can.
-            headers = {"Authorization": f"Bearer {secret}".encode()}
+            headers = {b"Authorization": f"Bearer {secret}".encode()}
             response = httpx.request(method, base + path, json=body, headers=headers, timeout=wait)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = f"no admin endpoint answers at {base}: {error}; start one with hicache-ray serve, or give --url"
