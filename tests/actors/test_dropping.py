@@ -245,3 +245,22 @@ def test_whose_rank_an_actor_is(name: str, replica: str | None) -> None:
 def test_every_wait_of_a_drop_fits_into_the_time_that_replicas_hold() -> None:
     waits: Sequence[float] = (dropping.LET_GO_S, dropping.CLEAR_S, dropping.CLEAR_S)
     assert sum(waits) < dropping.HOLD_S
+
+
+def test_a_drop_that_begins_while_a_group_learns_of_others_reaches_it_too() -> None:
+    async def story() -> None:
+        shell = coordinator(MemoryStore(1 << 20))
+        other = space_of(b"\x55" * 32).hex()
+        first = await shell.begin_drop(other, 30.0)
+        beginning = asyncio.create_task(adopt(shell))
+        while not any(fence.rid for fence in shell._fences._open.values()) and not beginning.done():
+            await asyncio.sleep(0)
+        second = await shell.begin_drop(HEX, 30.0)
+        await beginning
+        waiting = await held(shell, "r")
+        await shell.end_drop(first["name"])
+        assert not waiting.done()
+        await shell.end_drop(second["name"])
+        assert await waiting == 300
+
+    run(story())
