@@ -37,16 +37,16 @@ def sim(
 ) -> None:
     """Simulate cache groups, their ranks and storage under faults. After every event every byte that it used is checked, and every
     invariant for what it changed; all of them for everything every 64 events, and when all is at rest."""
-    try:
-        with cli_out.ended_well():
+    with cli_out.ended_well():
+        try:
             if report:
                 cli_out.out().print(report_table(measure(seed, steps)))
                 cli_out.out().print(loss_table(losses(seed, steps)))
-                return
-            _live(seed, steps, case, minutes, cli_out.err())
-    except Failed as failure:
-        cli_out.complain(str(failure))
-        raise typer.Exit(1) from None
+            else:
+                _live(seed, steps, case, minutes, cli_out.err())
+        except Failed as failure:
+            cli_out.complain(str(failure))
+            raise typer.Exit(1) from None
 
 
 def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> None:
