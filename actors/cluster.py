@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus
 from hicache_ray import machine
 from hicache_ray.actors import names, storage
 from hicache_ray.actors.gateway import GatewayActor, GatewaySetup
-from hicache_ray.actors.local import LocalRay, check_ports
+from hicache_ray.actors.local import LocalRay, check_address, check_ports, no_cluster
 from hicache_ray.actors.model import read_spec
 from hicache_ray.actors.remote import cause, living
 from hicache_ray.actors.serve import application
@@ -129,6 +129,8 @@ def start(
     check(config)
     if address is None and not ray.is_initialized():
         check_ports(config)
+    if address is not None:
+        check_address(address)
     interrupts = interrupts or Interrupts()
     with ExitStack() as begun:
         with interrupts.raising():
@@ -185,7 +187,10 @@ def _connect(config: Config, begun: ExitStack, address: str | None) -> None:
         return
     if address is not None:
         begun.callback(ray.shutdown)  # leaves the cluster; it goes on without us
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise no_cluster(address, str(error).partition("\n")[0]) from error
         return
     local = LocalRay()
     begun.callback(local.stop)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from hicache_ray import lengths
+from hicache_ray.actors import answers
+from hicache_ray.actors.answers import Sought
 from hicache_ray.actors.driver import Driver
 from hicache_ray.actors.fences import Fences
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt, unknown_tenant
@@ -22,13 +23,11 @@ from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
 from hicache_ray.errors import ConfigError, GroupLost, RequestRefused, StorageDetached, StoreError
 from hicache_ray.explain import Explainer, lacks_all
-from hicache_ray.explain_fields import differing_fields, foreign_fields
+from hicache_ray.explain_fields import foreign_fields
 from hicache_ray.group import Group
-from hicache_ray.keys import Namespace, page_keys, space_of
-from hicache_ray.match import match
-from hicache_ray.records import Clear, Lane, Lookup, Outcome, Record, Tokens, lane_of
+from hicache_ray.keys import Namespace, space_of
+from hicache_ray.records import Clear, Lane, Outcome, Record, lane_of
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER
 from hicache_ray.spec import Tier
 from hicache_ray.storage.connect import open_store
 from hicache_ray.storage.owned import PREFIX
@@ -233,36 +232,9 @@ class CoordinatorShell:
         return len(self._running().group.active())
 
     async def where(self, tokens: Sequence[int], tenant: str | None = None) -> dict[str, Any]:
-        """What each tier holds of a prompt: pages per component, and the length resumable from that tier alone. Changes nothing.
-
-        ``differs``: where L3 cannot give all of it, the fields of namespace or objects by which what it has of the prompt differs from what
-        this group reads.
-        """
-        driver, spec = self._running(), self.setup.spec
-        prompt = np.asarray(tokens, dtype=np.int32)
-        namespace = self._namespace(tenant)
-        path = driver.cache.path(page_keys(namespace, prompt), prompt)
-        settings = driver.cache.settings
-        allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
-        found = match(driver.cache.res, path, allowed, not settings.exact)
-        differs: tuple[str, ...] = ()
-        if (store := self.store) is not None:
-            told: dict[str, tuple[int, ...]] = {}
-            for keys, names in driver.cache.questions(found):
-                answer = await asyncio.to_thread(ask, store, self.tags, Lookup(0, "where", keys, names, 2.0))
-                told |= answer.found
-            found = found.with_storage(told)
-            if found.longest(Tier.STORAGE) < found.ceiling:
-                differs = await self._differs(store, namespace, prompt)
-        held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
-        resumable = {t.value: found.longest(t) * spec.page_size for t in ORDER}
-        return {"held": held, "resumable": resumable, "pages": len(found.keys), "differs": differs}
-
-    async def _differs(self, store: Store, namespace: Namespace, prompt: Tokens) -> tuple[str, ...]:
-        try:
-            return await asyncio.to_thread(differing_fields, store, namespace, prompt, self.setup.spec, self.begun.recipe)
-        except StoreError:
-            return ()
+        """What each tier holds of a prompt (:func:`hicache_ray.actors.answers.where`)."""
+        prompt, namespace = np.asarray(tokens, dtype=np.int32), self._namespace(tenant)
+        return await answers.where(self._running(), self.store, Sought(prompt, namespace, self.tags, self.begun.recipe))
 
     async def explain(self, rid: str) -> dict[str, Any] | None:
         """Why a request that has ended here went as it did, as :mod:`hicache_ray.explain` tells it; None where it is not known (any more).
@@ -280,37 +252,11 @@ class CoordinatorShell:
         return self.explainer.explain(rid, differs)
 
     async def stats(self) -> dict[str, Any]:
-        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
-
-        ``requests``: served since the incarnation began; ``active``: under way; ``tenants``: tokens by source
-        of each; ``attached``: whether L3 is; ``restarted``: why there had to be a new incarnation.
-        """
-        driver = self._running()
-        res = driver.cache.res
-        tiers: dict[str, dict[str, Any]] = {}
-        for (tier, name), counters in res.counters.items():
-            row = asdict(counters)
-            if (tier, name) in res.pools:
-                pool = res.pools[(tier, name)]
-                row |= {"capacity": pool.capacity, "used": pool.cached, "held": pool.held, "free": pool.free}
-                row["used_other"] = res.others((tier, name))
-            row["regretted"] = driver.group.ledger.regretted[(tier, name)]
-            row["page_bytes"] = self.setup.spec[name].page_bytes(self.setup.spec.page_size)
-            tiers.setdefault(tier.value, {})[name] = row
+        """The group's numbers (:func:`hicache_ray.actors.answers.stats`); ``attached``: whether it has L3; where its actors are;
+        ``restarted``: why there had to be a new incarnation."""
         return {
-            "incarnation": driver.group.incarnation,
-            "requests": driver.cache.requests,
-            "active": len(driver.group.active()),
-            "tokens": dict(driver.cache.tokens),
-            "tenants": {name: dict(row) for name, row in driver.cache.tenants.items()},
+            **answers.stats(self._running()),
             "attached": self.attached,
-            "tiers": tiers,
-            "calls": dict(driver.calls),
-            "leases": len(res.leases.open()),
-            "fetches": {**asdict(driver.cache.restore.fetches.counters), "tokens": driver.cache.restore.fetches.tokens},
-            "waits": driver.cache.descent.waits,
-            "persisting": driver.cache.descent.persisting,
-            "lost": driver.lost,
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "rank_pids": list(self.begun.pids),

@@ -64,8 +64,12 @@ class Fences:
             raise GroupLost("the cache group is lost and the next one has not begun in time; drop again") from None
 
     async def apply(self, driver: Driver) -> None:
-        """Tell a group that has just begun, and that nobody has asked for anything yet, of all drops under way."""
-        for name, fence in list(self._open.items()):
+        """Tell a group that has just begun, and that nobody has asked for anything yet, of all drops under way; also of those that begin
+        meanwhile. When it returns the group must be the one that :meth:`begin` is given."""
+        told: set[str] = set()
+        while new := [(name, fence) for name, fence in self._open.items() if name not in told]:
+            name, fence = new[0]
+            told.add(name)
             left = fence.until - self._clock()
             if left <= 0:
                 continue

@@ -57,6 +57,9 @@ class ClusterBackend:
             await self._all({name: first}, "flush", [STORAGE], timeout_s or FLUSH_S, wait_s=(timeout_s or FLUSH_S) + FLUSH_S + ASK_S)
             # Those as well that have begun meanwhile: they may know what was there before.
             await self._all(await self._some_coordinators(), "forget_storage", wait_s=ASK_S)
+            if headless := (await self._found()).headless:
+                # Its ranks may still write what they were told to by a coordinator that is gone.
+                raise HiCacheError(f"replica {headless[0]} is being started anew and may have written to storage; flush again")
         return len(replicas)
 
     async def drop(self, fields: Mapping[str, str]) -> Mapping[str, Any]:

@@ -24,8 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Every setting is a flag too, e.g. --storage-size 1GiB; see --print-config of serve for all of them.",
 )
-for commands in (cli_admin, cli_replay, cli_sim, cli_size, cli_verify):
-    commands.register(app)
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with settings")]
@@ -114,6 +112,10 @@ def serve(
                 typer.echo(f"token:    {running.token}  (shown once; export HICACHE__ADMIN__TOKEN for the commands that speak to it)")
             work.progress("serving; Ctrl-C stops")
             work.interrupts.wait()
+
+
+for commands in (cli_verify, cli_size, cli_sim, cli_replay, cli_admin):
+    commands.register(app)
 
 
 def main() -> None:

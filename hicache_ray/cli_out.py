@@ -27,7 +27,7 @@ STOPPED = "interrupted; whatever was started has been stopped"
 def out(to_stderr: bool = False) -> Console:
     """Where a table goes. It is not squeezed where the output is no terminal."""
     console = Console(stderr=to_stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=to_stderr, highlight=False, width=WIDTH)
+    return console if console.is_terminal else Console(stderr=to_stderr, highlight=False, width=max(WIDTH, console.width))
 
 
 def err() -> Console:

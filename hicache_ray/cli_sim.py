@@ -42,9 +42,9 @@ def sim(
             if report:
                 cli_out.out().print(report_table(measure(seed, steps)))
                 cli_out.out().print(loss_table(losses(seed, steps)))
-                return
-            _live(seed, steps, case, minutes, cli_out.err())
-        except Failed as failure:  # what was asked for was done, and this is its result
+            else:
+                _live(seed, steps, case, minutes, cli_out.err())
+        except Failed as failure:
             cli_out.complain(str(failure))
             raise typer.Exit(1) from None
 

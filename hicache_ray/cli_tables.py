@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hicache_ray import cli_out
@@ -56,7 +55,7 @@ def print_config(loaded: Loaded) -> None:
         table.add_column(name, overflow="fold")
     for row in render(loaded):
         table.add_row(row.name, row.value, row.origin)
-    Console().print(table)
+    cli_out.out().print(table)
 
 
 def stats_table(stats: Mapping[str, Any]) -> Table:

@@ -66,7 +66,9 @@ class CacheConfig(Section):
     track_interval: Count = Field(256, description="tokens between two state snapshots during decode; a multiple of page_size")
     exact: bool = Field(True, description="resume on the grid from canonical bytes only, so that output is bit-identical")
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
-        "write_through", description="when the device's pages go to the host: as soon as they are complete, or when they are evicted"
+        "write_through",
+        description="when the device's pages go to the host: once they are complete, at their selective_threshold-th use, or when they are "
+        "evicted",
     )
     selective_threshold: Count = Field(2, description="the use at which write_through_selective backs a page up")
     device_reserve: Annotated[float, Field(ge=0, le=1)] = Field(

@@ -135,17 +135,28 @@ def test_interrupts_leave_nothing_and_touch_no_other_tier(tmp_path: Path, reposi
 
 
 @pytest.mark.parametrize("section", ["serve", "admin"])
-def test_a_port_that_is_taken_is_refused_before_anything_starts(section: str) -> None:
-    told: list[str] = []
+def test_a_port_that_is_taken_is_refused_before_anything_starts(section: str, tmp_path: Path, repository: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        config = load(flags={**small(), f"{section}.port": port}).config
+        with driver(tmp_path, repository, **{f"{section}.port": port}) as it:  # the Ray of other tests may have ports of its own
+            it.reach(f"ConfigError: {section}.port is {port}, and 127.0.0.1:{port} is taken; choose another {section}.port")
+            assert len(it.told) == 1
+            assert it.end() == 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "localhost:{port}", "[::1]:{port}", "127.0.0.1:99999", "no.host.invalid:6379"])
+def test_a_cluster_that_does_not_answer_is_refused_before_anything_starts(address: str) -> None:
+    told: list[str] = []
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = address.format(port=nobody.getsockname()[1])
         with pytest.raises(ConfigError) as refused:
-            cluster.start(config, progress=told.append)
+            cluster.start(load(flags=small()).config, address, told.append)
     assert told == []
-    assert str(refused.value) == f"{section}.port is {port}, and 127.0.0.1:{port} is taken; choose another {section}.port"
+    assert str(refused.value).startswith(f"no Ray cluster can be joined at {address}: ")
+    assert str(refused.value).endswith("; start one with ray start --head, or give another --address")
 
 
 def test_an_unknown_model_is_refused_before_anything_starts() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from hicache_ray.actors import dropping, names
 from hicache_ray.actors.coordinator import CoordinatorShell
 from hicache_ray.actors.dropping import Found
+from hicache_ray.actors.gateway import ClusterBackend
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt
 from hicache_ray.actors.setup import namespace_of
 from hicache_ray.config_sources import load
@@ -245,3 +247,74 @@ def test_whose_rank_an_actor_is(name: str, replica: str | None) -> None:
 def test_every_wait_of_a_drop_fits_into_the_time_that_replicas_hold() -> None:
     waits: Sequence[float] = (dropping.LET_GO_S, dropping.CLEAR_S, dropping.CLEAR_S)
     assert sum(waits) < dropping.HOLD_S
+
+
+class Known(ClusterBackend):
+    """Asks these actors."""
+
+    def __init__(self, **actors: Any) -> None:
+        super().__init__("app", "store", {})
+        self.actors = {name.replace("_", ":"): actor for name, actor in actors.items()}
+
+    async def _named(self, wanted: Any) -> Mapping[str, Any]:
+        return {name: actor for name, actor in self.actors.items() if wanted(name)}
+
+
+class Deaf(Handle):
+    """Its actor dies when it is told to forget."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "forget_storage":
+
+            async def die() -> None:
+                raise RayActorError
+
+            return SimpleNamespace(remote=lambda: asyncio.ensure_future(die()))
+        return super().__getattr__(name)
+
+
+def test_a_flush_of_storage_that_a_replica_does_not_hear_of_is_not_complete() -> None:
+    async def story() -> None:
+        store = MemoryStore(1 << 20)
+        one, other = coordinator(store), coordinator(store)
+        await adopt(one)
+        await adopt(other)
+        stored(store, 1)
+        backend = Known(hicache_coordinator_app_one=Handle(one), hicache_coordinator_app_other=Handle(other))
+        assert await backend.flush(["storage"], None) == 2
+        assert objects(store) == 0
+        backend.actors["hicache:coordinator:app:other"] = Deaf(other)
+        with pytest.raises(HiCacheError, match="replica other did not complete that: RayActorError; try again"):
+            await backend.flush(["storage"], None)
+        backend.actors["hicache:coordinator:app:other"] = Handle(other)
+        backend.actors["hicache:rank:app:third:0:1"] = Handle(Rank())
+        with pytest.raises(HiCacheError, match="replica third is being started anew and may have written to storage; flush again"):
+            await backend.flush(["storage"], None)
+        await one.detach_storage()
+        for tiers, preserve in ((["storage"], False), (["host"], True)):
+            with pytest.raises(StorageDetached):
+                await backend.flush(tiers, None, preserve)
+        with pytest.raises(StorageDetached):
+            await backend.drop({"model": "a model"})
+        assert await backend.flush(["host"], None) == 2
+
+    run(story())
+
+
+def test_a_drop_that_begins_while_a_group_learns_of_others_reaches_it_too() -> None:
+    async def story() -> None:
+        shell = coordinator(MemoryStore(1 << 20))
+        other = space_of(b"\x55" * 32).hex()
+        first = await shell.begin_drop(other, 30.0)
+        beginning = asyncio.create_task(adopt(shell))
+        while not any(fence.rid for fence in shell._fences._open.values()) and not beginning.done():
+            await asyncio.sleep(0)
+        second = await shell.begin_drop(HEX, 30.0)
+        await beginning
+        waiting = await held(shell, "r")
+        await shell.end_drop(first["name"])
+        assert not waiting.done()
+        await shell.end_drop(second["name"])
+        assert await waiting == 300
+
+    run(story())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ray.actors import model
 from hicache_ray.actors.cluster import Cluster
 from hicache_ray.actors.gateway import GatewaySetup
 from hicache_ray.actors.messages import GroupSetup
@@ -23,7 +24,7 @@ from hicache_ray.actors.setup import (
 )  # fmt: skip
 from hicache_ray.config import Config
 from hicache_ray.config_sources import FileText, changed, load
-from hicache_ray.errors import ConfigError
+from hicache_ray.errors import ConfigError, HiCacheError
 from hicache_ray.sizing import Memory
 from hicache_ray.spec import CacheSpec
 from hicache_ray.testing import full
@@ -133,3 +134,9 @@ def test_what_does_not_fit_together_is_a_sentence(flags: dict[str, Any], sentenc
     with pytest.raises(ConfigError) as caught:
         config(**flags)
     assert str(caught.value) == sentence
+
+
+def test_a_model_that_takes_too_long_to_prepare_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(model, "PREPARE_S", 0.001)
+    with pytest.raises(HiCacheError, match=rf"the model could not be prepared within 0.001 s; is the disk of {tmp_path} slow\?"):
+        model.read_spec(config(), str(tmp_path))
