@@ -42,7 +42,9 @@ class Limits:
 
 class ArenaIndex(Holdings):
     """``generations``: one 64-bit word per BLOCK bytes of data (in shared memory when in use); it grows when a slot that starts in the
-    block is given out, and when the slab around it is cut anew; it never comes round. ``first_id``: lease and reservation ids count from here; incarnations start apart, so that an old id names nothing.
+    block is given out, and when the slab around it is cut anew; it never comes round.
+
+    ``first_id``: lease and reservation ids count from here; incarnations start apart, so that an old id names nothing.
     Not thread-safe: its owner locks.
     """
 
@@ -59,13 +61,18 @@ class ArenaIndex(Holdings):
     # -- questions ---------------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Ids, tag: bytes) -> Answer:
+        return self.lookup_tags(keys, [tag])[0]
+
+    def lookup_tags(self, keys: Ids, tags: Sequence[bytes]) -> list[Answer]:
+        """One answer per tag."""
         self.expire()
         if len(keys) <= FEW and self.singly:
-            return self._look(keys, tag)
-        rows = self.table.find_pairs(keys, tag)
-        states = np.where(rows >= 0, self.table["state"][rows], FREE)
-        pending = bits.packed(states == RESERVED) if self.claims.holds else 0
-        return Answer(hit=bits.packed(states == SEALED), pending=pending)
+            return [self._look(keys, tag) for tag in tags]
+        found = self.table.find_tagged(keys, tags)
+        if not self.claims.holds:  # nothing is reserved: whatever is found is visible
+            return [Answer(bits.packed(rows >= 0)) for rows in found]
+        states = [np.where(rows >= 0, self.table["state"][rows], FREE) for rows in found]
+        return [Answer(bits.packed(state == SEALED), bits.packed(state == RESERVED)) for state in states]
 
     def ids(self, prefix: bytes = b"") -> list[bytes]:
         return unpacked(self.packed_ids(prefix))

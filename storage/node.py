@@ -30,7 +30,9 @@ from hicache_ray.storage.copying import Copier, as_array
 from hicache_ray.storage.descriptors import Lease, Reservation, Sums
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
+from hicache_ray.storage.loading import Loader
 from hicache_ray.storage.movers import Batch
+from hicache_ray.storage.table import FEW
 from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
 
 log = logging.getLogger("hicache_ray.storage")
@@ -79,6 +81,7 @@ class NodeStore:
         self.behind = behind
         self._clock = clock
         self._copier = Copier(1, kernel="off")  # of promotions: they wait for the store behind, not for the copy
+        self._loops = Loader("hicache_ray.storage.kernel_table", "find", "lookups take the slower way", off=False)
         self._lock = threading.Lock()  # guards the index and the records
         self._records: dict[bytes, dict[str, str]] = {}
         self._record_bytes = 0
@@ -115,7 +118,9 @@ class NodeStore:
         """One answer per tag. A hit is here or behind. Raises StoreError."""
         with self._lock:
             index = self._open()
-            answers = [index.lookup(keys, tag) for tag in tags]
+            if index.table.compiled is None and len(keys) > FEW:
+                index.table.compiled = self._loops.get()
+            answers = index.lookup_tags(keys, tags)
         return answers if self.back is None else self._look_behind(self.back, keys, tags, answers, timeout_s)
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
@@ -223,6 +228,7 @@ class NodeStore:
         if not closed:
             self.behind = None  # it knows this node: without it the memory is free as soon as nobody reads it
             self._copier.close()
+            self._loops.close()
             self.arena.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
