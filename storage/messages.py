@@ -82,8 +82,15 @@ def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
 
 
 def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, Answer]:
-    found = {tag: Answer(reader.bits(count), reader.bits(count), reader.bits(count)) for tag in tags}
-    reader.end()
+    raw, size = reader.rest(), (count + 7) // 8
+    if len(raw) != 3 * size * len(tags):
+        raise WireError(f"an answer about {count} keys and {len(tags)} tags has {len(raw)} bytes")
+    found = {}
+    for at, tag in zip(range(0, len(raw), 3 * size), tags, strict=True) if size else ((0, tag) for tag in tags):
+        hit, pending, retry = (int.from_bytes(raw[begin : begin + size], "little") for begin in (at, at + size, at + 2 * size))
+        if (hit | pending | retry) >> count:
+            raise WireError(f"an answer speaks of more than the {count} keys that there are")
+        found[tag] = Answer(hit, pending, retry)
     return found
 
 
