@@ -96,6 +96,13 @@ class NodeStore:
             self._on_lost, self._on_cleared = on_lost, on_cleared
             self.arena.index.lost = []
 
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loop that finds ids, which the first lookup of many begins to do anyway; True once it is used."""
+        loaded = self._loops.warm_up(timeout_s)
+        with self._lock:
+            self._open().table.compiled = self._loops.get()
+        return loaded
+
     def owner(self) -> int:
         """A number for one connection, or one caller in this process. End it with :meth:`disconnect`."""
         return next(self._owners)
