@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import select
 import socket
 import struct
 import time
@@ -33,6 +34,9 @@ class FrameSocket:
         self._view = memoryview(self._buffer)
         self._waits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # as the system knows them; 0: for ever
         sock.settimeout(None)
+        self._closed = False
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
 
     def send(self, frame: bytes, until: float) -> None:
         rest: bytes | memoryview = frame
@@ -69,16 +73,11 @@ class FrameSocket:
 
     def alive(self) -> bool:
         """False once either end has hung up: an idle connection has nothing to read."""
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not self._closed and not self._readable.poll(0)  # a poll raises nothing, which would cost more than the call
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Its descriptor may be another file's afterwards."""
+        self._closed = True
         self._sock.close()
 
     def _more(self, until: float) -> bool:

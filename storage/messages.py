@@ -35,6 +35,10 @@ from hicache_ray.storage.wire import Reader, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer, StoreStats
 
 _CLAIM = struct.Struct("<Qd")
+#: Whole bodies of messages about one object.
+ASK_RESERVE_ONE, RESERVATION_ONE = struct.Struct("<I64sQd"), struct.Struct("<QdBQ")
+SEAL_ONE = struct.Struct("<QIBQ")
+ASK_LEASE_ONE, MISS_ONE, LEASE_ONE = struct.Struct("<I64sd"), struct.Struct("<QdB"), struct.Struct("<QdB4Q")
 _MOST_DIGEST = 0xFFFF
 _COUNTERS: dict[str, type] = {"tenants": dict, "writes_off": str}  # the others are numbers
 
@@ -82,8 +86,15 @@ def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
 
 
 def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, Answer]:
-    found = {tag: Answer(reader.bits(count), reader.bits(count), reader.bits(count)) for tag in tags}
-    reader.end()
+    raw, size = reader.rest(), (count + 7) // 8
+    if len(raw) != 3 * size * len(tags):
+        raise WireError(f"an answer about {count} keys and {len(tags)} tags has {len(raw)} bytes")
+    found = {}
+    for at, tag in zip(range(0, len(raw), 3 * size), tags, strict=True) if size else ((0, tag) for tag in tags):
+        hit, pending, retry = (int.from_bytes(raw[begin : begin + size], "little") for begin in (at, at + size, at + 2 * size))
+        if (hit | pending | retry) >> count:
+            raise WireError(f"an answer speaks of more than the {count} keys that there are")
+        found[tag] = Answer(hit, pending, retry)
     return found
 
 
@@ -202,7 +213,11 @@ def _object(raw: bytes, what: str) -> dict[str, Any]:
 
 def seconds(reader: Reader) -> float:
     """A duration that a client asks for. NaN and negative numbers are not durations."""
-    value = reader.real()
+    return require_seconds(reader.real())
+
+
+def require_seconds(value: float) -> float:
+    """Raises WireError."""
     if not 0.0 <= value < float("inf"):
         raise WireError(f"{value} is not a number of seconds")
     return value

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -26,17 +23,16 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.copying import Copier, as_array
-from hicache_ray.storage.descriptors import Lease, Reservation, Sums
+from hicache_ray.storage.descriptors import Held, Lease, Lending, Reservation, Sums
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
-from hicache_ray.storage.movers import Batch
-from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
+from hicache_ray.storage.loading import Loader
+from hicache_ray.storage.promotion import Promotion, look_behind
+from hicache_ray.storage.table import FEW
+from hicache_ray.store import SPACE_BYTES, Answer, Store, StoreStats
 
-log = logging.getLogger("hicache_ray.storage")
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
-_PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
 
 Lost: TypeAlias = "list[npt.NDArray[np.uint8]] | None"  # ids that went, by (n, 64) arrays
 
@@ -78,7 +74,8 @@ class NodeStore:
         self.arena, self.back = arena, back
         self.behind = behind
         self._clock = clock
-        self._copier = Copier(1, kernel="off")  # of promotions: they wait for the store behind, not for the copy
+        self._promotion = Promotion(clock)
+        self._loops = Loader("hicache_ray.storage.kernel_table", "find", "lookups take the slower way", off=False)
         self._lock = threading.Lock()  # guards the index and the records
         self._records: dict[bytes, dict[str, str]] = {}
         self._record_bytes = 0
@@ -99,6 +96,13 @@ class NodeStore:
             self._on_lost, self._on_cleared = on_lost, on_cleared
             self.arena.index.lost = []
 
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loop that finds ids, which the first lookup of many begins to do anyway; True once it is used."""
+        loaded = self._loops.warm_up(timeout_s)
+        with self._lock:
+            self._open().table.compiled = self._loops.get()
+        return loaded
+
     def owner(self) -> int:
         """A number for one connection, or one caller in this process. End it with :meth:`disconnect`."""
         return next(self._owners)
@@ -115,8 +119,10 @@ class NodeStore:
         """One answer per tag. A hit is here or behind. Raises StoreError."""
         with self._lock:
             index = self._open()
-            answers = [index.lookup(keys, tag) for tag in tags]
-        return answers if self.back is None else self._look_behind(self.back, keys, tags, answers, timeout_s)
+            if index.table.compiled is None and len(keys) > FEW:
+                index.table.compiled = self._loops.get()
+            answers = index.lookup_tags(keys, tags)
+        return answers if self.back is None else look_behind(self.back, keys, tags, answers, timeout_s)
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """As :meth:`ArenaIndex.reserve`."""
@@ -128,16 +134,57 @@ class NodeStore:
             self._tell_lost(lost)
         return made
 
+    def reserve_one(self, id: bytes, length: int, owner: int, seconds: float) -> Held:
+        """:meth:`reserve` of one."""
+        with self._lock:
+            index = self._open()
+            made = index.reserve_one(id, length, owner, seconds)
+            lost = self._take_lost(index)
+        if lost:
+            self._tell_lost(lost)
+        return made
+
     def seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int) -> int:
         """As :meth:`ArenaIndex.seal`; what became visible is told to ``behind``."""
-        return self._seal(reservation, checksums, owner, tell=True)
+        with self._lock:
+            index = self._open()
+            names, lengths = index.reserved(reservation) if self.behind is not None else ([], [])
+            sealed = index.seal(reservation, checksums, owner)
+        if names and sealed and self.behind is not None:
+            seen = list(bits.each(sealed))
+            self.behind.on_sealed([names[i] for i in seen], [lengths[i] for i in seen])
+        return sealed
+
+    def seal_one(self, reservation: int, checksum: int, owner: int) -> int:
+        """:meth:`seal` of one that is not given up."""
+        if self.behind is not None:
+            return self.seal(reservation, [checksum], owner)
+        with self._lock:
+            return self._open().seal_one(reservation, checksum, owner)
+
+    def missing(self, ids: npt.NDArray[np.uint8]) -> tuple[list[bytes], int]:
+        """For promotions: which of ``ids`` are neither visible nor reserved, each once; and the fence for :meth:`seal_promoted`."""
+        with self._index() as index:
+            return list(dict.fromkeys(unpacked(ids[~index.known(ids)]))), self._fence
+
+    def seal_promoted(self, reservation: int, sums: Sequence[int | None], owner: int, fence: int) -> None:
+        """:meth:`seal` what came from behind, so that ``behind`` need not know; nothing, if anything was removed since ``fence``."""
+        with self._index() as index:
+            index.seal(reservation, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
 
     def lease(self, ids: Ids, owner: int, seconds: float, timeout_s: float) -> Lease:
         """As :meth:`ArenaIndex.lease`; what is not here is fetched from behind first, as far as that is done within ``timeout_s``."""
         if self.back is not None:
-            self._promote(packed(ids), owner, timeout_s)
+            self._promotion.bring(self, self.back, packed(ids), owner, timeout_s)
         with self._lock:
             return self._open().lease(ids, owner, seconds)
+
+    def lease_one(self, id: bytes, owner: int, seconds: float, timeout_s: float) -> Lending:
+        """:meth:`lease` of one."""
+        if self.back is not None:
+            self._promotion.bring(self, self.back, packed([id]), owner, timeout_s)
+        with self._lock:
+            return self._open().lease_one(id, owner, seconds)
 
     def release(self, lease: int, bad: int) -> None:
         """As :meth:`ArenaIndex.release`."""
@@ -222,7 +269,8 @@ class NodeStore:
             closed, self._closed = self._closed, True
         if not closed:
             self.behind = None  # it knows this node: without it the memory is free as soon as nobody reads it
-            self._copier.close()
+            self._promotion.close()
+            self._loops.close()
             self.arena.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
@@ -275,101 +323,6 @@ class NodeStore:
             self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
         self._records[digest] = record
         self._record_bytes += size
-
-    @staticmethod
-    def _look_behind(back: Store, keys: Ids, tags: Sequence[bytes], answers: list[Answer], timeout_s: float) -> list[Answer]:
-        """Asked is only for what is not here: for the keys that some tag misses, under those tags."""
-        everything = (1 << len(keys)) - 1
-        missed = [everything & ~answer.hit for answer in answers]
-        which = list(bits.each(reduce(or_, missed, 0)))
-        if not which:
-            return answers
-        names = unpacked(keys) if isinstance(keys, np.ndarray) else keys
-        try:
-            found = back.lookup([names[i] for i in which], [tag for tag, miss in zip(tags, missed, strict=True) if miss], timeout_s)
-        except StoreError:  # nobody can say now what is behind; what is here is here
-            return [replace(answer, retry=miss & ~answer.pending) for answer, miss in zip(answers, missed, strict=True)]
-        return [_union(answer, _spread(found[tag], which)) if tag in found else answer for answer, tag in zip(answers, tags, strict=True)]
-
-    def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
-        with self._lock:
-            index = self._open()
-            names, lengths = index.reserved(reservation) if tell and self.behind is not None else ([], [])
-            sealed = index.seal(reservation, checksums, owner)
-        if names and sealed and self.behind is not None:
-            seen = list(bits.each(sealed))
-            self.behind.on_sealed([names[i] for i in seen], [lengths[i] for i in seen])
-        return sealed
-
-    def _promote(self, ids: npt.NDArray[np.uint8], owner: int, timeout_s: float) -> None:
-        """Bring what is only behind into the arena, without the lock and within the deadline. Whatever fails is a miss."""
-        assert self.back is not None
-        with self._index() as index:
-            names = list(dict.fromkeys(unpacked(ids[~index.known(ids)])))
-            fence = self._fence
-        until = self._clock() + timeout_s
-        for start in range(0, len(names), _PROMOTED):
-            left = until - self._clock()
-            if left <= 0:
-                return
-            some = names[start : start + _PROMOTED]
-            try:
-                with self.back.lease(some, left) as lent:
-                    damaged = self._bring(some, lent, owner, fence, until)
-                if damaged:
-                    self._tell_damaged(damaged, until)
-            except StoreError:
-                return
-
-    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int, until: float) -> dict[bytes, int]:
-        """Copy what is lent, as far as that is done by ``until``. Published is only what was whole, still lent after the copy, and has the
-        checksum that the lender says, where it says one. Returns what has not, with the lengths."""
-        found = [(i, as_array(view)) for i, view in enumerate(lent.views) if view is not None]
-        if not found:
-            return {}
-        asked = self._clock()
-        place = self.reserve([names[i] for i, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
-        until = min(until, asked + place.seconds)  # later the memory may be another's
-        copied = [found[n] for n in place.granted.tolist()]
-        sums: list[int | None] = [None] * len(copied)
-        damaged: dict[bytes, int] = {}
-        try:
-            memory, offsets = self.arena.segment.data, place.offsets[place.granted].tolist()
-            targets = [memory[at : at + data.nbytes] for at, (_, data) in zip(offsets, copied, strict=True)]
-            batch = Batch.of([data for _, data in copied], targets, of_source=True)
-            read = self._copier.run(batch, lambda: self._clock() >= until).listed()
-            known: Sequence[int | None] = getattr(lent, "checksums", None) or [None] * len(names)
-            valid = lent.valid()
-            for n, ((i, data), value) in enumerate(zip(copied, read, strict=True)):
-                if value is None or not valid >> i & 1:
-                    continue
-                if known[i] in (None, value):
-                    sums[n] = value
-                else:
-                    damaged[names[i]] = data.nbytes
-        finally:
-            with self._index() as index:
-                index.seal(place.id, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
-        return damaged
-
-    def _tell_damaged(self, damaged: Mapping[bytes, int], until: float) -> None:
-        """A read of its own shows the store behind what it holds: it drops what does not fit, and counts it."""
-        log.warning("%d objects behind the arena do not fit their checksums; they are misses", len(damaged))
-        assert self.back is not None
-        self.back.get(list(damaged), [np.empty(size, np.uint8) for size in damaged.values()], until - self._clock())
-
-
-def _spread(answer: Answer, which: Sequence[int]) -> Answer:
-    """Bit ``n`` speaks of key ``which[n]``."""
-    if which[-1] == len(which) - 1:
-        return answer
-    return Answer(*(sum(1 << which[n] for n in bits.each(part)) for part in (answer.hit, answer.pending, answer.retry)))
-
-
-def _union(here: Answer, behind: Answer) -> Answer:
-    hit = here.hit | behind.hit
-    pending = (here.pending | behind.pending) & ~hit
-    return Answer(hit=hit, pending=pending, retry=behind.retry & ~hit & ~pending)
 
 
 def _record_bytes(digest: bytes, record: Mapping[str, str]) -> int:

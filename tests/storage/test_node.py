@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore, open_store
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore, bits, open_store
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.conformance_kit import Clock
 from hicache_ray.storage.copying import SLICE, checksum
@@ -111,6 +111,19 @@ def test_only_what_is_not_here_is_looked_up_behind(node: NodeStore, local: Local
     assert (found[TAG].hit, found[other]) == (0b0111, Answer())
     assert present(local, [0, 2, 1, 4, 3]) == {0, 1, 2, 3}
     assert asked == [([key(n) for n in (0, 2, 3, 4)], [TAG, other]), ([key(2), key(4)], [TAG])]
+
+
+def test_lookups_answer_the_same_before_and_after_their_loop_is_there(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    put(local, range(0, 30, 3))
+    put(back, range(0, 30, 5))
+    place = local.reserve([name(7)], [PAGE], TIMEOUT_S)
+    keys, tags = [key(n) for n in range(30)], [TAG, b"u" * TAG_BYTES]
+    before = local.lookup(keys, tags, TIMEOUT_S)
+    assert node.warm_up(60.0)
+    assert local.lookup(keys, tags, TIMEOUT_S) == before
+    assert set(bits.each(before[TAG].hit)) == {*range(0, 30, 3), *range(0, 30, 5)}
+    assert (before[TAG].pending, before[tags[1]]) == (1 << 7, Answer())
+    place.abort()
 
 
 def test_no_time_fetches_nothing(node: NodeStore, back: Hook) -> None:
