@@ -19,7 +19,8 @@ from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
 
 _JOIN_S = 5.0
-_AGAIN_S = 2.0
+_AGAIN_S = 2.0  # by then every client has heard of a change, and its puts from before have ended
+_PAST = 16
 
 
 def announce_visible(holder: str, store: Store, home: Directory, ids: Sequence[bytes], timeout_s: float) -> int:
@@ -82,6 +83,7 @@ class Announcer:
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}
         self._told: View | None = None  # the view whose homes have been told, or are about to be
+        self._past: list[tuple[View, float]] = []  # views that some client may have used a moment longer, and when none does any more
         self._todo: dict[bytes, None] = {}
         self._said_at = 0.0
         self._stopping = threading.Event()
@@ -133,9 +135,13 @@ class Announcer:
             self.step()
 
     def _plan(self, view: View) -> None:
-        """Put on the list what has a home that has not heard of it: another node, or another incarnation; all of it now and then."""
-        told, due = self._told, self.clock() - self._said_at >= self.config.refresh_s
-        if told is not None and told.version == view.version and not due:
+        """Put on the list what has a home that has not heard of it: another node, or another incarnation; all of it now and then. After a
+        change twice, as a client that had not noticed it yet has told the home of before."""
+        told, now = self._told, self.clock()
+        due = now - self._said_at >= self.config.refresh_s
+        changed = told is None or told.version != view.version
+        old = [past for past, at in self._past if now >= at]
+        if not changed and not due and not old:
             return
         try:
             mine = list(self.store.scan(b"", self.config.scan_s))
@@ -149,8 +155,13 @@ class Announcer:
             if alone:  # and once more when every client has heard that others are there
                 self._said_at -= max(self.config.refresh_s - _AGAIN_S, 0.0)
         else:
-            moved = {group for group in {group_of(id) for id in mine} if told.home(group) != view.home(group)}
+            old += [told] if changed else []
+            groups = {group_of(id) for id in mine}
+            moved = {group for group in groups if any(past.home(group) != view.home(group) for past in old)}
             self._later([id for id in mine if group_of(id) in moved])
+        self._past = [(past, at) for past, at in self._past if now < at]
+        if changed and told is not None:
+            self._past = [*self._past, (told, now + _AGAIN_S)][-_PAST:]
         self._told = view
         if self.index is not None:
             for holder in view.over:

@@ -357,6 +357,30 @@ def test_the_announcer_asks_again_after_a_failure(start: Start) -> None:
     assert seen(cluster.client("n0"), ids) == ((1 << 30) - 1, 0)
 
 
+def test_what_a_client_told_the_home_of_before_is_told_the_new_one(start: Start) -> None:
+    """It had not noticed the change yet, and the holder had said by then all that it had."""
+    cluster = start(3)
+    cluster.lose("n2")
+    cluster.announce()
+    before = cluster.members.alive()
+    cluster.heal("n2")
+    cluster.announce()
+    ids = [id for n in range(60) if cluster.home(id := name(n, n)) == "n2"]
+    assert len(ids) > 6
+    late = ShardedStore("n0", lambda: before, cluster.connect)
+    cluster.clients.append(late)
+    assert put(late, ids) == (1 << len(ids)) - 1
+    cluster.announce()
+    assert not any(cluster.nodes["n2"].index.holders(ids, LONG_S))
+    cluster.clock.advance(2.0)
+    cluster.announce()
+    assert cluster.nodes["n2"].index.holders(ids, LONG_S) == [("n0:1",)] * len(ids)
+    told = cluster.announcers["n0"].stats.announced
+    cluster.clock.advance(10.0)
+    cluster.announce()
+    assert cluster.announcers["n0"].stats.announced == told
+
+
 def test_everything_is_said_again_now_and_then(start: Start) -> None:
     cluster = start()
     ids = [name(n, n) for n in range(30)]
