@@ -63,12 +63,12 @@ class Node:
     incarnation: int = 1
     up: bool = True
     objects: OrderedDict[bytes, Stored] = field(default_factory=OrderedDict)
-    index: HomeIndex = field(default_factory=HomeIndex)
+    index: HomeIndex = field(init=False)
     evicted: Callable[[Sequence[bytes]], None] = lambda ids: None
     members: Members = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members = Members(self.clock, MembersConfig())
+        self.members, self.index = Members(self.clock, MembersConfig()), HomeIndex(clock=self.clock)
 
     @property
     def member(self) -> Member:

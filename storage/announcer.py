@@ -15,6 +15,7 @@ from hicache_ray.keys import group_of
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.directory import Directory, HomeIndex
 from hicache_ray.storage.members import Member, View
+from hicache_ray.storage.missed import MissedClears
 from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
 
@@ -65,7 +66,8 @@ class AnnouncerStats:
 @dataclass
 class Announcer:
     """For the node ``here``, whose store is ``store``. ``connect(member)`` gives the directory of a home; it may raise StoreError.
-    ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped.
+    ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped. ``away_s``: how long
+    ago the node was last there, with what its store has; where there is an index, clears that it missed since are caught up with first.
 
     ``evicted`` may be called from any thread, ``step`` from one.
     """
@@ -77,8 +79,10 @@ class Announcer:
     config: AnnouncerConfig = field(default_factory=AnnouncerConfig)
     clock: Callable[[], float] = time.monotonic
     index: HomeIndex | None = None
+    away_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self._missed = None if self.index is None else MissedClears(self.store, self.index, self.connect, self.clock, self.away_s)
         self.stats = AnnouncerStats()
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}
@@ -106,6 +110,8 @@ class Announcer:
     def step(self) -> None:
         """Tell the homes what there is to tell, within ``timeout_s``. What failed stays for the next step."""
         view = self.view()
+        if self._missed is not None:
+            self._missed.catch_up(view, self.here().node, Deadline.after(self.clock, self.config.timeout_s))
         self._plan(view)
         deadline = Deadline.after(self.clock, self.config.timeout_s)
         down: set[str] = set()

@@ -53,6 +53,7 @@ class DiskStore:
         self._files = DiskFiles(config, self._port)
         try:
             self._index = DiskIndex(self._files, self._files.load())
+            self._away_s = max(time.time() - self._files.written_at, 0.0) if len(self._index) else 0.0
             self._index.shrink()
             if not self._files.tidy():
                 raise ConfigError(f"files in {config.directory} cannot be removed, and they exceed the cap; check the disk")
@@ -192,6 +193,11 @@ class DiskStore:
     def direct(self) -> bool:
         """Whether reads and writes go past the page cache."""
         return self._files.direct
+
+    @property
+    def away_s(self) -> float:
+        """Seconds from the last time that an earlier store wrote here until this one started; 0 where it left nothing."""
+        return self._away_s
 
     @property
     def index_bytes(self) -> int:

@@ -46,6 +46,7 @@ class DiskFiles:
         self._removing = 0  # who is at it now
         self._next = 1
         self._records_bytes = 0
+        self.written_at = 0.0  # when a segment that is there was last written, of time.time()
         self._lock: int | None = None
         self._open: dict[int, Segment] = {}
         path = Path(config.directory)
@@ -270,6 +271,7 @@ class DiskFiles:
             )
 
     def _load(self, number: int, path: str, size: int) -> None:
+        self.written_at = max(self.written_at, self.port.written_at(path))
         descriptor = self._open_file(path, 0)
         try:
             segment = disk_segment.load(self.port, number, path, descriptor, self.scratch)

@@ -77,8 +77,8 @@ class ShardedStore:
         return sharded_whole.drop(self._asked(timeout_s), ids)
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
-        """Raises StoreError where a node that counts as alive does not answer: the message names it. A dead one has no say; what it holds
-        counts for nothing until it is back, and then as long as nobody clears again."""
+        """Raises StoreError where a node that counts as alive does not answer: the message names it. A dead one has no say: what it holds
+        counts for nothing until it is back, and then it drops what it missed the clear of (see :mod:`hicache_ray.storage.missed`)."""
         asked = self._asked(timeout_s)
         return sharded_whole.clear(asked, lambda: self._again(asked), prefix)
 

@@ -61,3 +61,7 @@ class TcpDirectory:
     def forget(self, prefix: bytes, timeout_s: float) -> int:
         with self._links.borrow(timeout_s) as borrowed:
             return borrowed.first.call(TcpKind.FORGET, wire.number(len(prefix), "H") + prefix, borrowed.deadline).number("Q")
+
+    def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
+        with self._links.borrow(timeout_s) as borrowed:
+            return tcp_frames.unpack_forgotten(borrowed.first.call(TcpKind.FORGOTTEN, wire.real(seconds), borrowed.deadline))

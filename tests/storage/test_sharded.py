@@ -435,6 +435,47 @@ def test_clear_by_prefix_on_all_nodes(start: Start) -> None:
     assert list(store.scan(timeout_s=LONG_S)) == []
 
 
+@pytest.mark.parametrize("how", ["restarted", "cut off"])
+def test_a_node_that_missed_a_clear_catches_up_before_it_says_what_it_has(start: Start, how: str) -> None:
+    cluster = start(3)
+    mine, others = [name(n, n) for n in range(20)], [name(n, n, 2) for n in range(20)]
+    put(cluster.client("n2"), mine + others)
+    cluster.announce()
+    cluster.clock.advance(100.0)
+    cluster.announce()
+    cluster.lose("n2")
+    cluster.clock.advance(30.0)
+    cluster.announce()
+    assert cluster.client("n0").clear(LONG_S, mine[0][:SPACE_BYTES]) == 0
+    put(cluster.client("n0"), mine[:3])  # the others go on with the namespace
+    cluster.clock.advance(30.0)
+    if how == "restarted":
+        cluster.restart("n2", away_s=60.0)
+    else:
+        cluster.heal("n2")
+    cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(others)
+    assert seen(cluster.client("n1"), others)[0] == (1 << 20) - 1
+    assert get(cluster.client("n1"), mine) == 0b111
+    put(cluster.client("n2"), mine[10:])  # once is enough
+    for _ in range(3):
+        cluster.clock.advance(10.0)
+        cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == {*others, *mine[10:]}
+
+
+def test_a_clear_from_before_a_node_went_is_not_caught_up_with(start: Start) -> None:
+    cluster = start(3)
+    ids = [name(n, n) for n in range(20)]
+    assert cluster.client("n0").clear(LONG_S, ids[0][:SPACE_BYTES]) == 0
+    cluster.clock.advance(100.0)
+    put(cluster.client("n2"), ids)
+    cluster.clock.advance(10.0)
+    cluster.restart("n2", away_s=5.0)
+    cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(ids)
+
+
 def test_what_is_not_complete_says_which_node_is_missing(start: Start) -> None:
     cluster = start()
     store = cluster.client("n0")

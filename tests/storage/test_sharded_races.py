@@ -138,7 +138,8 @@ def test_a_put_that_began_before_a_clear_leaves_nothing(cluster: Cluster, config
     worker = Worker(lambda: put(writer, ids))
     assert gate.reached.wait(LONG_S)
     other.clear(LONG_S, MINE)
-    assert list(other.scan(MINE, LONG_S)) == []
+    if call != "put" or config.replicas == 1:  # else the other copy may come as late, and be there until the put takes it back
+        assert list(other.scan(MINE, LONG_S)) == []
     gate.open()
     if call == "epoch":  # nothing was stored or said before: it is a put that comes after the clear
         assert worker.join() == 0b111
