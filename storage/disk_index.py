@@ -17,8 +17,8 @@ from hicache_ray.storage import bits
 from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slot_size
 from hicache_ray.storage.disk_plan import Found, Placed, Plan
-from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment
-from hicache_ray.storage.disk_slots import SlotMap, mean_use, place, require
+from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment, require
+from hicache_ray.storage.disk_slots import SlotMap, mean_use, place
 from hicache_ray.storage.disk_table import PlaceTable, latest
 from hicache_ray.storage.holdings import Counters
 from hicache_ray.store import Answer

@@ -16,7 +16,7 @@ from hicache_ray.keys import group_of
 from hicache_ray.storage import bits
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.peers import NodeHandle, Sent, ShardConfig, finish, half, settle
-from hicache_ray.storage.sharded_reads import Asked, at, by_home, only, spread
+from hicache_ray.storage.sharded_reads import Asked, at, by_home
 from hicache_ray.store import Bytes
 
 
@@ -120,7 +120,7 @@ class Writing:
 
     def _take(self, member: Member, positions: Sequence[int], result: Callable[[], int]) -> None:
         try:
-            self.stored[member] = spread(result(), positions)
+            self.stored[member] = bits.spread(result(), positions)
         except StoreError as error:
             self.errors.append(error)
 
@@ -135,14 +135,14 @@ class Writing:
                     call = _announce(target.holder, [self.ids[i] for i in mine], since[home])
                     sent.append((target, mine, self.asked.send(home, call)))
                 elif mine:
-                    unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
+                    unsaid[target] = unsaid.get(target, 0) | bits.only(len(self.ids), mine)
         settle([one for _, _, one in sent], self.asked.deadline)
         refused = 0  # by one home, for one copy: then a clear came, and the others are gone or too late as well
         for target, mine, one in sent:
             try:
-                refused |= only(len(self.ids), mine) & ~spread(one.result(), mine)
+                refused |= bits.only(len(self.ids), mine) & ~bits.spread(one.result(), mine)
             except StoreError:
-                unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
+                unsaid[target] = unsaid.get(target, 0) | bits.only(len(self.ids), mine)
         back = {target: held & refused for target, held in self.stored.items()}
         for target, silent in unsaid.items():
             if target.node == self.asked.here:
