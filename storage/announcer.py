@@ -5,6 +5,7 @@ A pure step; the thread around it only calls it. The homes are told in batches, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from hicache_ray.storage.missed import MissedClears
 from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
 
+log = logging.getLogger("hicache_ray.storage")
 _JOIN_S = 5.0
 _AGAIN_S = 2.0  # by then every client has heard of a change, and its puts from before have ended
 _PAST = 16
@@ -138,7 +140,11 @@ class Announcer:
 
     def _run(self) -> None:
         while not self._stopping.wait(self.config.step_s):
-            self.step()
+            try:
+                self.step()
+            except Exception:  # whatever it was: without this thread nobody would hear of anything again
+                self.stats.failures += 1
+                log.exception("a step of the announcer failed; the next one goes on")
 
     def _plan(self, view: View) -> None:
         """Put on the list what has a home that has not heard of it: another node, or another incarnation; all of it now and then. After a

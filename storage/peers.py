@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -150,6 +151,9 @@ class Peer:
             return result
         except (Refused, Overloaded, Expired):
             raise
+        except (OSError, struct.error, ValueError) as error:  # whoever asks is promised a StoreError
+            well = False
+            raise StoreError(f"node {self.member.node} failed: {type(error).__name__}: {error}") from error
         except StoreError:
             well = False
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -399,11 +401,35 @@ def test_the_announcer_runs_on_a_thread_of_its_own(start: Start) -> None:
     cluster = start()
     ids = [name(n, n) for n in range(30)]
     cluster.nodes["n1"].inner.put(ids, [page(id) for id in ids], 1.0)
-    announcer = cluster.announcers["n1"].start()
-    while not announcer.idle():
+    announcer, failed = cluster.announcers["n1"], threading.Event()
+    scan = announcer.store.scan
+
+    def fail_once(prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("the thread lives on")
+        return scan(prefix, timeout_s)
+
+    announcer.store.scan = fail_once  # type: ignore[method-assign]
+    announcer.start()
+    until = time.monotonic() + LONG_S
+    while not (failed.is_set() and announcer.idle()) and time.monotonic() < until:
         announcer._stopping.wait(0.01)
     announcer.close()
-    assert announcer.stats.announced == 30
+    assert (announcer.stats.announced, announcer.stats.failures) == (30, 1)
+
+
+def test_a_node_that_fails_in_its_own_way_is_a_store_error(start: Start) -> None:
+    """A bug or a refusal of the system behind a node is no more than a miss."""
+    cluster = start()
+    ids = [name(n, group_at(cluster, "n0")) for n in range(4)]
+    put(cluster.client("n1"), ids)
+
+    def broken(ids: Sequence[bytes], targets: Sequence[object], timeout_s: float) -> int:
+        raise OSError("no buffer space")
+
+    cluster.nodes["n1"].inner.get = broken  # type: ignore[method-assign]
+    assert get(cluster.client("n0"), ids) == 0
 
 
 # -- all nodes -------------------------------------------------------------------------------------------------------------------------
