@@ -43,6 +43,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._waiting_for: list[Callable[[], None]] = []
         self.store = FaultyStore(self.inner, wait=self.waits.append)
 
     @property
@@ -56,6 +57,7 @@ class Node:
         with self._lock:
             self.calls += 1
             hung, gate = self.hung, self.gates.pop(call, None)
+            self._waiting_for += [event.set for event in [hung] if event] + [gate.open for gate in [gate] if gate]
         if gate is not None:
             gate.stop()
         if hung is not None:
@@ -64,6 +66,12 @@ class Node:
             self._count(-1)
         if not self.up or hung is not None:
             raise StoreError(f"{self.name} is down")
+
+    def free(self) -> None:
+        """Whatever still waits here goes on: a test that failed must not be the next one's fault."""
+        with self._lock:
+            for go_on in self._waiting_for:
+                go_on()
 
     def _count(self, more: int) -> None:
         with self._lock:
@@ -197,6 +205,8 @@ class Cluster:
             node.inner.check()
 
     def close(self) -> None:
+        for node in self.nodes.values():
+            node.free()
         for client in self.clients:
             client.close()
 
