@@ -65,6 +65,7 @@ class DiskStore:
             self._files.close()
             raise
         self._lock = threading.Condition(threading.Lock())
+        self._describing = threading.Lock()  # one writer of the records at a time, so that the last one is the newest
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
         self._mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
@@ -142,14 +143,24 @@ class DiskStore:
 
     def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
         """Kept on the disk where there is room and it can be written, else in memory only."""
-        with self._call(timeout_s) as until, self._locked(until):
-            if self._descriptions.get(digest) == dict(record):
-                return
-            self._descriptions[digest] = dict(record)
-            if self._writable():
-                try:
-                    self._files.keep_descriptions(self._descriptions)
-                except OSError as error:
+
+        def keep(staging: memoryview, batch: Batch) -> None:
+            with self._describing:  # bounded as the calls in it are; the caller has a deadline
+                with self._lock:
+                    data = self._files.claim_descriptions(self._descriptions)
+                if data is not None:
+                    self._files.keep_descriptions(data)
+
+        with self._call(timeout_s) as until:
+            with self._locked(until):
+                if self._descriptions.get(digest) == dict(record):
+                    return
+                self._descriptions[digest] = dict(record)
+                if not self._writable():
+                    return
+            (error,) = self._workers.run([keep], until)
+            if error is not None:
+                with self._locked():
                     self._turn_off(error)
 
     def described(self, timeout_s: float) -> Mapping[bytes, Mapping[str, str]]:
@@ -259,7 +270,7 @@ class DiskStore:
 
     @contextmanager
     def _locked(self, until: float | None = None) -> Iterator[None]:
-        """Nothing waits for the disk under the lock but ``describe``. Raises StoreTimeout."""
+        """Nothing waits for the disk under the lock. Raises StoreTimeout."""
         if not self._lock.acquire(timeout=-1 if until is None else max(until - time.monotonic(), 0.0)):
             raise StoreTimeout("the store is busy")
         try:
