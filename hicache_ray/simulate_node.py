@@ -44,8 +44,8 @@ class InlinePeers(Peers):
 
     def of(self, member: Member) -> Peer:
         peer = super().of(member)
-        if not isinstance(peer._lane, InlineLane):
-            peer._lane = InlineLane()  # type: ignore[assignment]
+        if not isinstance(peer.lane, InlineLane):
+            peer.lane = InlineLane()  # type: ignore[assignment]
         return peer
 
 

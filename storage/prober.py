@@ -63,8 +63,7 @@ class Prober:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
-        for lane in self._lanes.values():
-            lane.close(_JOIN_S)
+        Lane.close_all(self._lanes.values(), _JOIN_S)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
