@@ -36,7 +36,8 @@ def targets_of(view: View, group: bytes, here: str, config: ShardConfig) -> tupl
 
 @dataclass
 class Writing:
-    """One put. ``stored[member]``: positions that are visible there. ``late``: what this node has and no home knows."""
+    """One put. ``stored[member]``: positions that are visible there. ``late``: what this node has and no home knows. ``owed``: what could
+    not be taken back."""
 
     asked: Asked
     ids: Sequence[bytes]
@@ -45,6 +46,7 @@ class Writing:
     stored: dict[Member, int] = field(default_factory=dict)
     errors: list[StoreError] = field(default_factory=list)
     late: list[bytes] = field(default_factory=list)
+    owed: dict[Member, list[bytes]] = field(default_factory=dict)
 
     def run(self) -> int:
         """Bitset of what is visible on at least one node. Raises StoreError where no node took anything and one failed."""
@@ -152,15 +154,20 @@ class Writing:
         self._take_back({target: positions for target, positions in back.items() if positions})
 
     def _take_back(self, back: Mapping[Member, int]) -> None:
-        sent = [self.asked.send(target, _drop([self.ids[i] for i in bits.each(positions)])) for target, positions in back.items()]
+        gone = {target: [self.ids[i] for i in bits.each(positions)] for target, positions in back.items()}
+        sent = [self.asked.send(target, drop_from(ids)) for target, ids in gone.items()]
         settle(sent, self.asked.deadline)
-        for target, positions in back.items():
-            self.stored[target] &= ~positions
+        for one in sent:
+            self.stored[one.member] &= ~back[one.member]
+            try:
+                one.result()
+            except StoreError:
+                self.owed[one.member] = gone[one.member]
 
 
 def _announce(holder: str, ids: Sequence[bytes], since: int) -> Callable[[NodeHandle, float], int]:
     return lambda node, left: node.directory.announce(holder, ids, left, since)
 
 
-def _drop(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
+def drop_from(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
     return lambda node, left: node.store.drop(ids, left)
