@@ -30,7 +30,7 @@ from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import DiskLent, Leases
 from hicache_ray.storage.disk_moves import Mover
 from hicache_ray.storage.disk_plan import Found, Plan
-from hicache_ray.storage.disk_segment import Segment
+from hicache_ray.storage.disk_room import RoomMaker
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
 from hicache_ray.storage.disk_work import Batch, Workers
 from hicache_ray.storage.disk_write import Writer
@@ -68,7 +68,8 @@ class DiskStore:
         self._describing = threading.Lock()  # one writer of the records at a time, so that the last one is the newest
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
-        self._mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
+        mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
+        self._room = RoomMaker(self._files, self._workers, mover, self._lock, self._index)
         self._leases = Leases(self._index, clock, config.lease_s, config.lease_bytes)
         self._calls = 0
         self._off: tuple[str, float] | None = None  # why writes are off, and until when
@@ -88,7 +89,7 @@ class DiskStore:
             with self._locked(until):
                 plan = self._index.reserve(ids, [array.nbytes for array in arrays], self._writable())
             while plan.todo:
-                self._grow(plan, until)
+                self._room.make(plan, until)
             self._write(plan, [Write(placed, arrays[placed.number]) for placed in plan.placed], until)
             with suppress(StoreError):  # what was given up for nothing; what cannot be removed counts, and is tried again
                 self._writer.tidy(until)
@@ -277,39 +278,6 @@ class DiskStore:
             yield
         finally:
             self._lock.release()
-
-    def _grow(self, plan: Plan, until: float) -> None:
-        """Make or empty the segment that the plan waits for, and go on with it. Raises StoreTimeout; others use what was made then."""
-        made: list[Segment] = []
-        shape = plan.wanted
-        if shape is None:
-            self._compact(plan, until)
-            return
-
-        def job(staging: memoryview, batch: Batch) -> None:
-            made.append(self._files.make(shape, staging))
-
-        def abandoned() -> None:
-            with self._lock:
-                self._index.grown(plan, made[0] if made else None, None)
-                self._index.abandon(plan)
-
-        (error,) = self._workers.run([job], until, abandoned)
-        with self._lock:
-            self._index.grown(plan, made[0] if made else None, error)
-            self._index.proceed(plan)
-
-    def _compact(self, plan: Plan, until: float) -> None:
-        assert plan.leaving is not None
-
-        def abandoned() -> None:
-            with self._lock:
-                self._index.abandon(plan)
-
-        error = self._mover.empty(plan.leaving, until, abandoned)
-        with self._lock:
-            self._index.grown(plan, None, error)
-            self._index.proceed(plan)
 
     def _write(self, plan: Plan, writes: Sequence[Write], until: float) -> None:
         """Steps 1 to 4. Raises StoreTimeout; the slots are free then as soon as the disk lets go of them."""
