@@ -46,6 +46,7 @@ class DiskFiles:
         self._removing = 0  # who is at it now
         self._next = 1
         self._records_bytes = 0
+        self.written_at = 0.0  # when a segment that is there was last written, of time.time()
         self._lock: int | None = None
         self._open: dict[int, Segment] = {}
         path = Path(config.directory)
@@ -170,15 +171,19 @@ class DiskFiles:
         finally:
             self._close_file(descriptor)
 
-    def keep_descriptions(self, records: Mapping[bytes, Mapping[str, str]]) -> bool:
-        """Replace the file; False where the cap has no room for it. Raises OSError."""
+    def claim_descriptions(self, records: Mapping[bytes, Mapping[str, str]]) -> bytes | None:
+        """What :meth:`keep_descriptions` must be given next, in room that is taken now; None where the cap has no room for it."""
         data = json.dumps({digest.hex(): dict(record) for digest, record in records.items()}).encode()
-        size = up(len(data))
-        path, temporary = (os.path.join(self.directory, name) for name in (RECORDS, TEMPORARY))
         with self._books:
-            if size > self.room - sum(segment.file.shape.disk_bytes for segment in self._given_up):  # their files are there still
-                return False
-            self.used += size
+            if up(len(data)) > self.room - sum(segment.file.shape.disk_bytes for segment in self._given_up):  # their files are there still
+                return None
+            self.used += up(len(data))
+        return data
+
+    def keep_descriptions(self, data: bytes) -> None:
+        """Replace the file, one at a time. Raises OSError."""
+        path, temporary = (os.path.join(self.directory, name) for name in (RECORDS, TEMPORARY))
+        size = up(len(data))
         try:
             descriptor = self.port.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
@@ -193,7 +198,6 @@ class DiskFiles:
             raise
         self._return(self._records_bytes)
         self._records_bytes = size
-        return True
 
     def disk_bytes(self) -> int:
         """What the files take now, as the file system counts them. Raises OSError."""
@@ -270,6 +274,7 @@ class DiskFiles:
             )
 
     def _load(self, number: int, path: str, size: int) -> None:
+        self.written_at = max(self.written_at, self.port.written_at(path))
         descriptor = self._open_file(path, 0)
         try:
             segment = disk_segment.load(self.port, number, path, descriptor, self.scratch)

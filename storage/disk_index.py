@@ -2,7 +2,8 @@
 
 Life of an object: ``reserve`` (invisible) -> ``record`` (its bytes are written) -> ``seal`` (visible) -> evicted, dropped or cleared. A
 slot in use by a reader or a writer is never given to another object: it is DEAD until the last user ends. Eviction is LRU within a size
-class; a class also takes the segment whose objects are older, on average, than its own oldest object. Within one call the first id counts
+class; a class also takes the segment whose objects are older, on average, than its own oldest object. Before anything is evicted, a segment
+of another class that is thin is emptied (see :mod:`hicache_ray.storage.disk_moves`). Within one call the first id counts
 as the most recently used: callers pass pages from the root down, and what stays must be root-reachable. Not thread-safe: its owner locks.
 """
 
@@ -17,8 +18,8 @@ from hicache_ray.storage import bits
 from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slot_size
 from hicache_ray.storage.disk_plan import Found, Placed, Plan
-from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment
-from hicache_ray.storage.disk_slots import SlotMap, mean_use, place, require
+from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment, require
+from hicache_ray.storage.disk_slots import SlotMap, mean_use, place
 from hicache_ray.storage.disk_table import PlaceTable, latest
 from hicache_ray.storage.holdings import Counters
 from hicache_ray.store import Answer

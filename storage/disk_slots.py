@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hicache_ray.errors import Inconsistent
-from hicache_ray.storage.disk_segment import DEAD, FREE, SEALED, Segment
+from hicache_ray.storage.disk_segment import DEAD, FREE, SEALED, Segment, require
 
 _SLOT_BITS = 24
 _MASK = (1 << _SLOT_BITS) - 1
@@ -199,8 +198,3 @@ def place(segment: Segment, slot: int) -> int:
 def mean_use(segment: Segment) -> float:
     """How recently its objects were used; an empty segment goes first."""
     return segment.used_sum / segment.sealed if segment.sealed else -1.0
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Inconsistent(what)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class Peer:
         self.member = member
         self.breaker = Breaker(clock, config.backoff_s, config.backoff_most_s)
         self._connect = connect
-        self._lane = Lane(f"node-{member.node}", config.workers)
+        self.lane = Lane(f"node-{member.node}", config.workers)
         self._lock = threading.Lock()
         self._handle: NodeHandle | None = None
         self._closed = False
@@ -123,24 +123,23 @@ class Peer:
             return Sent(self, error=error)
         sent: Sent[T] = Sent(self, tried)
         try:
-            sent.future = self._lane.submit(lambda: self._run(sent, call, deadline))
+            sent.future = self.lane.submit(lambda: self._run(sent, call, deadline))
         except StoreError as error:
             self.breaker.report(None, tried)
             return Sent(self, error=error)
         return sent
 
-    def close(self, wait_s: float = 0.0) -> None:
-        """Idempotent. ``wait_s``: how long to wait for calls that are under way."""
-        self._lane.close(0.0)
+    def close(self) -> None:
+        """Idempotent. Calls under way may go on for a moment in ``lane``."""
+        self.lane.close(0.0)
         with self._lock:
             self._closed = True
             handle, self._handle = self._handle, None
         if handle is not None:
             handle.store.close()
-        self._lane.close(wait_s)
 
     def busy(self) -> bool:
-        return self._lane.busy()
+        return self.lane.busy()
 
     def _run(self, sent: Sent[T], call: Callable[[NodeHandle, float], T], deadline: Deadline) -> T:
         well: bool | None = None
@@ -151,6 +150,9 @@ class Peer:
             return result
         except (Refused, Overloaded, Expired):
             raise
+        except (OSError, struct.error, ValueError) as error:  # whoever asks is promised a StoreError
+            well = False
+            raise StoreError(f"node {self.member.node} failed: {type(error).__name__}: {error}") from error
         except StoreError:
             well = False
             raise
@@ -227,8 +229,6 @@ class Peers:
             self._closed = True
             peers, self._peers = [*self._peers.values(), *self._retired], {}
             self._retired = []
-        until = time.monotonic() + _CLOSE_S
         for peer in peers:
             peer.close()
-        for peer in peers:
-            peer.close(max(until - time.monotonic(), 0.0))
+        Lane.close_all([peer.lane for peer in peers], _CLOSE_S)

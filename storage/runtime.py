@@ -61,7 +61,8 @@ class StorageNode:
             self._closing.callback(self.behind.close, _FLUSH_S)
         store = LocalStore(node, clock=self._clock)
         self._closing.callback(store.close)
-        self._plane = Plane(config, node, store, self._clock, self._background)
+        away_s = 0.0 if self.disk is None else self.disk.away_s
+        self._plane = Plane(config, node, store, self._clock, self._background, away_s)
         self._closing.callback(self._plane.close)
         self._plane.start()
         if config.flight_port is not None:

@@ -74,21 +74,6 @@ def at(values: Sequence[T], positions: Sequence[int]) -> Sequence[T]:
     return values if len(positions) == len(values) else [values[i] for i in positions]
 
 
-def spread(bitset: int, positions: Sequence[int]) -> int:
-    """Bit ``i`` of ``bitset`` becomes bit ``positions[i]``; ascending positions."""
-    if positions and positions[-1] - positions[0] + 1 == len(positions):
-        return bitset << positions[0]
-    out = bytearray(b"0" * (positions[-1] + 1 if positions else 0))
-    for i in bits.each(bitset):
-        out[positions[i]] = 49
-    return int(out[::-1], 2) if out else 0
-
-
-def only(count: int, positions: Sequence[int]) -> int:
-    """The bitset of ``positions``."""
-    return spread((1 << len(positions)) - 1, positions) & ((1 << count) - 1)
-
-
 # -- lookup --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -98,10 +83,10 @@ def lookup(asked: Asked, keys: Sequence[bytes], tags: Sequence[bytes]) -> Mappin
     unsure = 0
     if asked.view.before:
         moving = [positions for group, positions in by_group(keys).items() if asked.view.moving(group)]
-        unsure = reduce(or_, [only(len(keys), positions) for positions in moving], 0)
+        unsure = reduce(or_, [bits.only(len(keys), positions) for positions in moving], 0)
     for home, positions in by_home(asked.view, keys).items():
         if home is None:
-            unsure |= only(len(keys), positions)
+            unsure |= bits.only(len(keys), positions)
         else:
             sent.append((positions, asked.send(home, _where(at(keys, positions), tags))))
     answers = _local_answers(asked, keys, tags)
@@ -114,13 +99,13 @@ def lookup(asked: Asked, keys: Sequence[bytes], tags: Sequence[bytes]) -> Mappin
         try:
             found = one.result()
         except StoreError:
-            unsure |= only(len(keys), positions)
+            unsure |= bits.only(len(keys), positions)
             continue
         for tag in tags:
             held = 0
             for holder, mask in found.get(tag, {}).items():
                 held |= mask if holder in others else 0
-            elsewhere[tag] |= spread(held, positions)
+            elsewhere[tag] |= bits.spread(held, positions)
     return {tag: _merge(answers.get(tag, Answer()), elsewhere[tag], unsure) for tag in tags}
 
 
@@ -150,7 +135,7 @@ def visible(store: Store, ids: Sequence[bytes], timeout_s: float) -> int:
         by_tag[id[KEY_BYTES:]].append(i)
     out = 0
     for tag, positions in by_tag.items():
-        out |= spread(store.lookup([ids[i][:KEY_BYTES] for i in positions], [tag], timeout_s)[tag].hit, positions)
+        out |= bits.spread(store.lookup([ids[i][:KEY_BYTES] for i in positions], [tag], timeout_s)[tag].hit, positions)
     return out
 
 
@@ -241,7 +226,7 @@ def _fetch(search: Search, who: Mapping[Member, list[int]], targets: Sequence[By
             got = one.result()
         except StoreError:
             continue
-        hit |= spread(got, positions)
+        hit |= bits.spread(got, positions)
         search.stale[one.member].extend(search.ids[i] for j, i in enumerate(positions) if not got >> j & 1)
     return hit
 

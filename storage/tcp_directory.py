@@ -63,3 +63,7 @@ class TcpDirectory:
             return 0
         with self._links.borrow(timeout_s) as borrowed:
             return borrowed.first.call(TcpKind.FORGET, wire.number(len(prefix), "H") + prefix, borrowed.deadline).last_number("Q")
+
+    def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
+        with self._links.borrow(timeout_s) as borrowed:
+            return tcp_frames.unpack_forgotten(borrowed.first.call(TcpKind.FORGOTTEN, wire.real(seconds), borrowed.deadline))

@@ -19,6 +19,7 @@ Every request's body begins with ``seconds f64``: how long the caller waits. Bod
     WHERE     > keys u32 | tags u32 | keys | tags          < names | per tag: (count u16 | (name u16 | bits)*)
     HOLDERS   > ids                                        < names | per id: (count u16 | (name u16)*)
     FORGET    > prefix length u16 | prefix                 < count u64
+    FORGOTTEN > seconds f64                                < count u16 | (age f64 | prefix length u16 | prefix)*
     ERROR     < code u8 | text
 
     name      length u16 | text         names     count u16 | name*       a name u16 is an index into the names
@@ -67,6 +68,7 @@ class TcpKind(enum.IntEnum):
     HOLDERS = 51
     FORGET = 52
     EPOCH = 53
+    FORGOTTEN = 54
     ERROR = 127
 
 
@@ -235,3 +237,17 @@ def unpack_holders(reader: Reader, count: int) -> list[tuple[str, ...]]:
         return found
     except IndexError as error:
         raise WireError("an answer speaks of a holder that it does not name") from error
+
+
+def pack_forgotten(found: Sequence[tuple[bytes, float]]) -> bytes:
+    parts = [wire.real(age) + wire.number(len(prefix), "H") + prefix for prefix, age in found]
+    return wire.number(len(parts), "H") + b"".join(parts)
+
+
+def unpack_forgotten(reader: Reader) -> list[tuple[bytes, float]]:
+    ages = []
+    for _ in range(reader.number("H")):
+        age = reader.real()
+        ages.append((reader.take(reader.number("H")), age))
+    reader.end()
+    return ages

@@ -39,6 +39,7 @@ class Operations:
             TcpKind.WHERE: self._where,
             TcpKind.HOLDERS: self._holders,
             TcpKind.FORGET: self._forget,
+            TcpKind.FORGOTTEN: self._forgotten,
         }
 
     def answer(self, kind: TcpKind, reader: Reader, deadline: Deadline) -> bytes:
@@ -124,6 +125,11 @@ class Operations:
     def _forget(self, reader: Reader, deadline: Deadline) -> bytes:
         prefix = _prefix(reader)
         return wire.number(self._home.forget(prefix, deadline.left()), "Q")
+
+    def _forgotten(self, reader: Reader, deadline: Deadline) -> bytes:
+        seconds = reader.real()
+        reader.end()
+        return tcp_frames.pack_forgotten(self._home.forgotten(seconds, deadline.left()))
 
 
 def _prefix(reader: Reader) -> bytes:

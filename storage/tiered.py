@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import bits
 from hicache_ray.storage.behind import WriteBehind
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.ids import require_ids
+from hicache_ray.storage.lending import Released
 from hicache_ray.store import Answer, Bytes, Lent, Store, StoreStats
 
 
@@ -52,7 +52,7 @@ class TieredStore:
             free = moving.wanted - taken - self._under_way.revoked(moving)  # what was overtaken looks as if there were no room
             rest = [i for i, id in enumerate(ids) if id in free]
             if rest:
-                visible |= _spread(self.back.put([ids[i] for i in rest], [sources[i] for i in rest], left()), rest)
+                visible |= bits.spread(self.back.put([ids[i] for i in rest], [sources[i] for i in rest], left()), rest)
                 if late := [i for i in rest if ids[i] in self._under_way.revoked(moving)]:
                     self.back.drop([ids[i] for i in late], left())
                     visible &= ~sum(1 << i for i in late)
@@ -66,7 +66,7 @@ class TieredStore:
         rest = [i for i in range(len(ids)) if not hit >> i & 1]
         if rest:
             with self._under_way.moving([ids[i] for i in rest], awaited=True) as moving:
-                hit |= (found := _spread(self.back.get([ids[i] for i in rest], [targets[i] for i in rest], left()), rest))
+                hit |= (found := bits.spread(self.back.get([ids[i] for i in rest], [targets[i] for i in rest], left()), rest))
                 self._promote([i for i in bits.each(found) if ids[i] in moving.wanted], ids, targets, left)
         with self._lock:
             self._gets += len(ids)
@@ -186,7 +186,7 @@ class TieredStore:
             raise StoreTimeout("a write to the back did not end within the deadline")
 
 
-class TieredLent:
+class TieredLent(Released):
     """Views of both tiers. ``rest``: which of the call the back was asked for."""
 
     def __init__(self, front: Lent, back: Lent, rest: Sequence[int]) -> None:
@@ -197,17 +197,11 @@ class TieredLent:
         self.views: Sequence[Bytes | None] = views
 
     def valid(self) -> int:
-        return self._front.valid() | _spread(self._back.valid(), self._rest)
+        return self._front.valid() | bits.spread(self._back.valid(), self._rest)
 
     def release(self) -> None:
         self._front.release()
         self._back.release()
-
-    def __enter__(self) -> TieredLent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 @dataclass(eq=False)
@@ -273,11 +267,6 @@ class _UnderWay:
 
 
 _LARGER = ("capacity_bytes", "used_bytes", "objects", "puts", "evictions", "leases")
-
-
-def _spread(found: int, which: Sequence[int]) -> int:
-    """Bit ``n`` of ``found`` speaks of item ``which[n]``."""
-    return sum(1 << which[n] for n in bits.each(found))
 
 
 def _either(front: Answer, back: Answer) -> Answer:

@@ -23,10 +23,11 @@ from tests.storage.objects import TIMEOUT_S, name, page
 BLOCK = 4096
 SECTOR = 512
 CALLS = (
-    *("open", "close", "lock", "pread", "pwrite", "fallocate", "fdatasync", "fsync", "size", "unlink", "rename", "files", "room"),
+    *("open", "close", "lock", "pread", "pwrite", "fallocate", "fdatasync", "fsync"),
+    *("size", "unlink", "rename", "files", "room", "written_at"),
 )  # fmt: skip
 OpenDisk = Callable[..., DiskStore]
-READS = ("pread", "size", "files", "room")
+READS = ("pread", "size", "files", "room", "written_at")
 
 
 def small(directory: Path, **more: Any) -> DiskConfig:

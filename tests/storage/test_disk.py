@@ -433,6 +433,29 @@ def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path:
     assert store._index.slots.pins == {}
 
 
+def test_a_record_that_the_disk_hangs_on_keeps_nobody_else_waiting(tmp_path: Path, disk: OpenDisk) -> None:
+    hang, free = threading.Event(), threading.Event()
+
+    def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        if hang.is_set() and call == "rename":
+            assert free.wait(30.0)
+
+    store = disk(small(tmp_path, io_threads=2), os_port=CountingOs(strike))
+    put(store, [0])
+    hang.set()
+    with pytest.raises(StoreTimeout):
+        store.describe(b"first", {"model": "a"}, 0.05)
+    assert get(store, [0]) == {0}
+    assert put(store, [3]) == {3}
+    assert store.described(TIMEOUT_S) == {b"first": {"model": "a"}}
+    hang.clear()
+    free.set()
+    store.describe(b"second", {"model": "b"}, TIMEOUT_S)
+    sound(store)
+    store.close()
+    assert disk(small(tmp_path)).described(TIMEOUT_S) == {b"first": {"model": "a"}, b"second": {"model": "b"}}
+
+
 def test_a_disk_that_hangs_does_not_hold_up_a_close_and_keeps_its_files(tmp_path: Path, disk: OpenDisk) -> None:
     hang, free = threading.Event(), threading.Event()
 
