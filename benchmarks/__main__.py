@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks import Row
 
-NAMES = ("rule", "copies", "host", "arena", "disk", "tcp")
+NAMES = ("rule", "core", "replay", "copies", "host", "arena", "disk", "tcp")
 RESULTS = Path(__file__).with_name("results.json")
 
 

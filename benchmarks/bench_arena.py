@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks import Row
+from benchmarks.measure import at_most, beside, expect, timed
 from benchmarks.peers import Known, Peer, known, ray_call
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientConfig
 from hicache_ray.storage.segment import Array
@@ -74,18 +74,13 @@ class Pages:
         self._next = rows.stop if rows.stop + self.case.pages <= len(self._sources) else 0
 
     def time(self, what: str, work: Callable[[], object], keep: bool) -> None:
-        start = time.perf_counter()
-        work()
+        seconds = timed(work)
         if keep:
-            self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+            self.seconds.setdefault(what, []).append(seconds)
 
     def row(self, name: str, what: str, baseline: str, goal: float) -> Row:
         """Speed of ``what`` beside that of ``baseline``."""
-        own, base = self.seconds[what], self.seconds[baseline]
-        amount = self.case.pages * self.case.page_bytes / 1e9
-        ratio = statistics.median(b / o for b, o in zip(base, own, strict=True))
-        value, other = amount / statistics.median(own), amount / statistics.median(base)
-        return Row(name=name, value=value, unit="GB/s", baseline=other, ratio=ratio, goal=f">= {goal:g}", met=ratio >= goal)
+        return beside(name, self.case.pages * self.case.page_bytes, self.seconds[what], self.seconds[baseline], goal)
 
 
 def run() -> list[Row]:
@@ -131,9 +126,9 @@ def _repeat(client: ArenaClient, peers: dict[str, Peer], pages: Pages, keep: boo
     everything = (1 << len(ids)) - 1
     pages.time("memmove", lambda: _memmove(pages.sources, pages.targets), keep)
     client.clear(TIMEOUT_S)
-    pages.time("put", lambda: _expect(client.put(ids, pages.sources, TIMEOUT_S), everything), keep)
+    pages.time("put", lambda: expect(client.put(ids, pages.sources, TIMEOUT_S), everything), keep)
     _forget(pages)
-    pages.time("get", lambda: _expect(client.get(ids, pages.targets, TIMEOUT_S), everything), keep)
+    pages.time("get", lambda: expect(client.get(ids, pages.targets, TIMEOUT_S), everything), keep)
     _expect_equal(pages)
     names = [id.hex() for id in ids]
     for name, peer in peers.items():
@@ -154,9 +149,7 @@ def _beside(pages: Pages, other: Known) -> list[Row]:
 
 
 def _lookup(client: ArenaClient, keys: int, goal_us: float) -> Row:
-    value = _lookup_us(client, keys)
-    goal = f"<= {goal_us:g} us"
-    return Row(name=f"arena lookup, {keys} keys", value=value, unit="us", baseline=None, ratio=None, goal=goal, met=value <= goal_us)
+    return at_most(f"arena lookup, {keys} keys", _lookup_us(client, keys), "us", goal_us)
 
 
 def _beside_ray(client: ArenaClient, keys: int) -> Row:
@@ -165,7 +158,7 @@ def _beside_ray(client: ArenaClient, keys: int) -> Row:
     with ray_call() as ask:
         for _ in range(RAY_CALLS):
             ask(names)  # connections and caches get warm
-        call = statistics.median(_microseconds(lambda: ask(names)) for _ in range(RAY_CALLS))
+        call = statistics.median(timed(lambda: ask(names)) for _ in range(RAY_CALLS)) * 1e6
     name, ratio = f"arena lookup, {keys} keys, than a Ray call", call / value
     return Row(name=name, value=value, unit="us", baseline=call, ratio=ratio, goal=f">= {RAY_GOAL:g}", met=ratio >= RAY_GOAL)
 
@@ -176,15 +169,9 @@ def _lookup_us(client: ArenaClient, keys: int) -> float:
     names, tag = [os.urandom(KEY_BYTES) for _ in range(keys)], os.urandom(TAG_BYTES)
     present = [name + tag for name in names[: keys // 2]]
     there = (1 << len(present)) - 1
-    _expect(client.put(present, [b"page"] * len(present), TIMEOUT_S), there)
-    ask = lambda: _expect(client.lookup(names, [tag], TIMEOUT_S)[tag].hit, there)  # noqa: E731
-    return statistics.median(_microseconds(ask) for _ in range(LOOKUPS))
-
-
-def _microseconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e6
+    expect(client.put(present, [b"page"] * len(present), TIMEOUT_S), there)
+    ask = lambda: expect(client.lookup(names, [tag], TIMEOUT_S)[tag].hit, there)  # noqa: E731
+    return statistics.median(timed(ask) for _ in range(LOOKUPS)) * 1e6
 
 
 def _memmove(sources: list[Array], targets: list[Array]) -> None:
@@ -198,12 +185,7 @@ def _forget(pages: Pages) -> None:
 
 
 def _expect_equal(pages: Pages) -> None:
-    _expect(all(np.array_equal(a, b) for a, b in zip(pages.sources, pages.targets, strict=True)), True)
-
-
-def _expect(found: object, wanted: object) -> None:
-    if found != wanted:
-        raise RuntimeError("a store did not do what was asked; the numbers would mean nothing")
+    expect(all(np.array_equal(a, b) for a, b in zip(pages.sources, pages.targets, strict=True)), True)
 
 
 @contextmanager

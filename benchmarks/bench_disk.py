@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import Row
+from benchmarks.measure import at_most, beside, expect, timed
 from hicache_ray.storage import DiskConfig, DiskStore
 from hicache_ray.storage.segment import Array
 from hicache_ray.store import KEY_BYTES, TAG_BYTES
@@ -70,13 +70,13 @@ def _transfers(case: Case, folder: Path) -> list[Row]:
             store.clear(TIMEOUT_S)
             ids = [os.urandom(KEY_BYTES + TAG_BYTES) for _ in sources]
             raw = _raw_write(folder / "raw", sources, store.direct)
-            put = _timed(lambda ids=ids: _expect(store.put(ids, sources, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
+            put = timed(lambda ids=ids: expect(store.put(ids, sources, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
             _forget(folder)
-            files = _timed(lambda: _read_files(folder / "files", targets))
+            files = timed(lambda: _read_files(folder / "files", targets))
             for target in targets:
                 target[:8] = 0
-            get = _timed(lambda ids=ids: _expect(store.get(ids, targets, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
-            _expect(all((a == b).all() for a, b in zip(sources, targets, strict=True)), True)
+            get = timed(lambda ids=ids: expect(store.get(ids, targets, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
+            expect(all((a == b).all() for a, b in zip(sources, targets, strict=True)), True)
             if repetition:
                 for name, value in (("raw", raw), ("put", put), ("files", files), ("get", get)):
                     seconds[name].append(value)
@@ -85,8 +85,8 @@ def _transfers(case: Case, folder: Path) -> list[Row]:
     how = "" if store.direct else " (no direct I/O here)"
     what = f"{case.pages} x {case.name}{how}"
     return [
-        _row(f"disk durable put, {what}", total, seconds["put"], seconds["raw"], WRITE_GOAL),
-        _row(f"disk cold get, {what}", total, seconds["get"], seconds["files"], READ_GOAL),
+        beside(f"disk durable put, {what}", total, seconds["put"], seconds["raw"], WRITE_GOAL),
+        beside(f"disk cold get, {what}", total, seconds["get"], seconds["files"], READ_GOAL),
     ]
 
 
@@ -98,21 +98,21 @@ def _start(folder: Path) -> Row:
     page = np.zeros(4096, np.uint8)
     for first in range(0, START_OBJECTS, 2000):
         part = ids[first : first + 2000]
-        _expect(store.put(part, [page] * len(part), TIMEOUT_S), (1 << len(part)) - 1)
+        expect(store.put(part, [page] * len(part), TIMEOUT_S), (1 << len(part)) - 1)
     store.close()
     times = {}
     for kind in ("footers", "records"):
         _forget(folder)
         begin = time.perf_counter()
         store = DiskStore(config)
-        _expect(store.stats(TIMEOUT_S).objects, START_OBJECTS)
+        expect(store.stats(TIMEOUT_S).objects, START_OBJECTS)
         times[kind] = time.perf_counter() - begin
         store.close()
         if kind == "footers":
             _take_footers_back(folder)
     value = max(times.values())
     name = f"disk start, {START_OBJECTS} objects (footers {times['footers']:.2f} s, by records {times['records']:.2f} s)"
-    return Row(name=name, value=value, unit="s", baseline=None, ratio=None, goal=f"<= {START_GOAL_S:g} s", met=value <= START_GOAL_S)
+    return at_most(name, value, "s", START_GOAL_S)
 
 
 def _take_footers_back(folder: Path) -> None:
@@ -121,12 +121,6 @@ def _take_footers_back(folder: Path) -> None:
         with open(path, "r+b") as file:
             file.seek(4096)
             file.write(bytes(4096))
-
-
-def _row(name: str, amount: int, own: Sequence[float], base: Sequence[float], goal: float) -> Row:
-    ratio = statistics.median(b / o for o, b in zip(own, base, strict=True))
-    value, baseline = amount / 1e9 / statistics.median(own), amount / 1e9 / statistics.median(base)
-    return Row(name=name, value=value, unit="GB/s", baseline=baseline, ratio=ratio, goal=f">= {goal}", met=ratio >= goal)
 
 
 def _raw_write(path: Path, sources: Sequence[Array], direct: bool) -> float:
@@ -141,7 +135,7 @@ def _raw_write(path: Path, sources: Sequence[Array], direct: bool) -> float:
                 list(pool.map(lambda i: os.pwrite(descriptor, sources[i].data, i * size), range(len(sources))))
                 os.fdatasync(descriptor)
 
-            return _timed(work)
+            return timed(work)
     finally:
         os.close(descriptor)
         path.unlink()
@@ -150,7 +144,7 @@ def _raw_write(path: Path, sources: Sequence[Array], direct: bool) -> float:
 def _read_files(folder: Path, targets: Sequence[Array]) -> None:
     for i, target in enumerate(targets):
         with open(folder / str(i), "rb", buffering=0) as file:
-            _expect(file.readinto(target.data), target.nbytes)
+            expect(file.readinto(target.data), target.nbytes)
 
 
 def _forget(folder: Path) -> None:
@@ -174,17 +168,6 @@ def _pages(case: Case, seed: int) -> list[Array]:
 def _folder(directory: str | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=directory or Path.cwd(), prefix=".bench-disk-") as folder:
         yield Path(folder)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _expect(found: object, wanted: object) -> None:
-    if found != wanted:
-        raise RuntimeError("the disk store did not do what was asked; the numbers would mean nothing")
 
 
 if __name__ == "__main__":

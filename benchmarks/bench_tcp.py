@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import numpy as np
 
 from benchmarks import Row
+from benchmarks.measure import at_most, beside, expect, timed
 from hicache_ray.storage import ArenaConfig, LocalStore, NodeStore
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.flight import FlightEndpoint
@@ -55,13 +55,13 @@ def run() -> list[Row]:
             for repetition in range(REPETITIONS + 1):
                 client.clear(TIMEOUT_S)
                 found = {
-                    "raw put": _timed(lambda: _move(raw, _PUT, sources)),
-                    "put": _timed(lambda: _expect(client.put(ids, sources, TIMEOUT_S), _EVERYTHING)),
-                    "raw get": _timed(lambda: _move(raw, _GET, targets)),
-                    "get": _timed(lambda: _expect(client.get(ids, targets, TIMEOUT_S), _EVERYTHING)),
-                    "flight": _timed(lambda: _flight_get(flight_port, ids)),
+                    "raw put": timed(lambda: _move(raw, _PUT, sources)),
+                    "put": timed(lambda: expect(client.put(ids, sources, TIMEOUT_S), _EVERYTHING)),
+                    "raw get": timed(lambda: _move(raw, _GET, targets)),
+                    "get": timed(lambda: expect(client.get(ids, targets, TIMEOUT_S), _EVERYTHING)),
+                    "flight": timed(lambda: _flight_get(flight_port, ids)),
                 }
-                _expect(all((a == b).all() for a, b in zip(sources, targets, strict=True)), True)
+                expect(all((a == b).all() for a, b in zip(sources, targets, strict=True)), True)
                 if repetition:  # the first one warms up
                     for name, value in found.items():
                         seconds[name].append(value)
@@ -72,26 +72,18 @@ def run() -> list[Row]:
 
 
 def _row(what: str, seconds: dict[str, list[float]]) -> Row:
-    amount = PAGES * PAGE_BYTES / 1e9
-    own, raw = seconds[what], seconds[f"raw {what}"]
-    ratio = statistics.median(base / time for base, time in zip(raw, own, strict=True))
-    value, baseline = amount / statistics.median(own), amount / statistics.median(raw)
     name = f"tcp {what}, {PAGES} x 1 MiB, against {STREAMS} bare sockets"
-    return Row(name=name, value=value, unit="GB/s", baseline=baseline, ratio=ratio, goal=f">= {GOAL}", met=ratio >= GOAL)
+    return beside(name, PAGES * PAGE_BYTES, seconds[what], seconds[f"raw {what}"], GOAL)
 
 
 def _flight_row(seconds: dict[str, list[float]]) -> Row:
-    amount = PAGES * PAGE_BYTES / 1e9
-    ratio = statistics.median(base / time for base, time in zip(seconds["raw get"], seconds["flight"], strict=True))
-    value, baseline = amount / statistics.median(seconds["flight"]), amount / statistics.median(seconds["raw get"])
-    name = f"Arrow Flight get, {PAGES} x 1 MiB"
-    return Row(name=name, value=value, unit="GB/s", baseline=baseline, ratio=ratio, goal="for comparison", met=True)
+    return beside(f"Arrow Flight get, {PAGES} x 1 MiB", PAGES * PAGE_BYTES, seconds["flight"], seconds["raw get"], None)
 
 
 def _lookup(client: TcpStore) -> Row:
     keys, tag = [os.urandom(KEY_BYTES) for _ in range(2048)], os.urandom(TAG_BYTES)
-    value = statistics.median(_timed(lambda: client.lookup(keys, [tag], TIMEOUT_S)) for _ in range(50)) * 1e6
-    return Row(name="tcp lookup, 2048 keys", value=value, unit="us", baseline=None, ratio=None, goal="<= 3000 us", met=value <= 3000)
+    value = statistics.median(timed(lambda: client.lookup(keys, [tag], TIMEOUT_S)) for _ in range(50)) * 1e6
+    return at_most("tcp lookup, 2048 keys", value, "us", 3000.0)
 
 
 def _pages(seed: int) -> list[Array]:
@@ -105,18 +97,7 @@ def _flight_get(port: int, ids: list[bytes]) -> None:
     options = flight.FlightCallOptions(timeout=TIMEOUT_S, headers=[(b"authorization", f"Bearer {TOKEN}".encode())])
     with flight.connect(f"grpc://127.0.0.1:{port}") as client:
         ticket = flight.Ticket(",".join(id.hex() for id in ids))
-        _expect(client.do_get(ticket, options).read_all().num_rows, PAGES)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _expect(found: object, wanted: object) -> None:
-    if found != wanted:
-        raise RuntimeError("the store did not do what was asked; the numbers would mean nothing")
+        expect(client.do_get(ticket, options).read_all().num_rows, PAGES)
 
 
 # -- bare sockets ------------------------------------------------------------------------------------------------------------------
@@ -139,7 +120,7 @@ def _move(socks: list[socket.socket], what: bytes, pages: list[Array]) -> None:
             _receive(socks[number], share)
         else:
             _send(socks[number], share)
-            _expect(socks[number].recv(1), b"k")
+            expect(socks[number].recv(1), b"k")
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(1, STREAMS)]
     for thread in threads:
@@ -159,7 +140,7 @@ def _receive(sock: socket.socket, pages: list[Array]) -> None:
         seen = 0
         while seen < page.nbytes:
             count = sock.recv_into(page.data[seen:], 0, socket.MSG_WAITALL)
-            _expect(count > 0, True)
+            expect(count > 0, True)
             seen += count
 
 

@@ -30,7 +30,7 @@ def replay(
     ] = None,
     policy: Annotated[str, typer.Option(help="cache.eviction, one or several of lru,lfu,s3fifo,priority")] = "lru",
     host: Annotated[int, typer.Option(min=0, help="size of a host tier behind the device, in blocks; 0: none")] = 0,
-    storage: Annotated[bool, typer.Option("--storage", help="storage without bound behind the others")] = False,
+    storage: Annotated[bool, typer.Option("--storage", help="storage without bound behind the host (--host)")] = False,
     block: Annotated[int, typer.Option(min=1, help="tokens in a block of the trace")] = BLOCK,
     json_to: cli_out.JsonTo = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="draw the hit ratio over the capacity for each policy")] = None,

@@ -33,7 +33,8 @@ EVERY = 200
 
 @dataclass(frozen=True)
 class Sizes:
-    """Capacities in blocks. ``device``: None is as many as the trace can use. ``host``: 0 is no host tier. ``storage``: without bound."""
+    """Capacities in blocks. ``device``: None is as many as the trace can use. ``host``: 0 is no host tier. ``storage``: one without bound,
+    behind a host."""
 
     device: int | None = None
     host: int = 0
@@ -131,6 +132,8 @@ class Replay:
         device = limits.distinct + limits.longest if sizes.device is None else sizes.device
         if device < 1 or sizes.host < 0:
             raise ConfigError(f"a capacity is at least 1 block; {device} and {sizes.host} (--host) were given")
+        if sizes.storage and not sizes.host:
+            raise ConfigError("pages come to storage (--storage) through a host tier; give that some blocks (--host)")
         spec = spec_of(block)
         self.res = Residency(spec, {(Tier.DEVICE, NAME): device, (Tier.HOST, NAME): sizes.host})
         # Without a host nothing can be written through to it.

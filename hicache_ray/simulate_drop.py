@@ -46,8 +46,8 @@ class Drops:
             member.dropped, member.drop_over = partial(self._told, number), partial(self._over, number)
 
     def begin(self, space: bytes) -> None:
-        """Unless one is under way."""
-        if space in self._open:
+        """Unless one is under way, or a group is not there to do its part."""
+        if space in self._open or any(member.down for member in self.members):
             return
         hold = len(self.members) > 1 or self.rng.random() < 0.5
         drop = self._open[space] = Drop(space, self.contents.drop_begins(space), hold)

@@ -22,6 +22,8 @@ from hicache_ray.story import Dropped, Report, Request, Sampled
 
 #: Transfers that a rank has under way with L3 at once; copies and forwards are one at a time.
 WIDTH = {Lane.STORAGE: 4, Lane.ASK: 4, Lane.COPY: 1, Lane.COMPUTE: 1}
+#: Seconds for which ranks of a lost group may go on with what they do.
+DRAIN_S = 1.0
 
 
 class Member:
@@ -47,6 +49,7 @@ class Member:
         self.stale: dict[tuple[int, int], Callable[[], None]] = {}  # reports of old incarnations, by rank and record
         self._tick_at: float | None = None
         self.attached = True
+        self.down = False  # the group was lost, and its ranks drain
         self.dropped: Callable[[Dropped], None] = lambda event: None
         self.drop_over: Callable[[str], None] = lambda name: None
         self.checks = Checks(around, self.ranks, case.keeps, case.replicas == 1)
@@ -73,23 +76,44 @@ class Member:
         self.attached = True
 
     def restart(self, why: str) -> None:
-        """The ranks or the coordinator are lost. What ranks do ends before the next incarnation begins; its reports come when they come."""
-        old, stale = self.group, self.incarnation
-        guarded(lambda: old.lose(why))
-        self._collect(old)
+        """The ranks or the coordinator are lost. What ranks do ends before the next incarnation begins, by itself or because they are gone;
+        its reports come when they come. Meanwhile nobody is heard."""
+        if self.down:
+            return
+        guarded(lambda: self.group.lose(why))
+        self._collect(self.group)
         if self.asked:
             raise Violation(f"the group was lost and {sorted(self.asked)} have not ended")
+        self.down = True
+        self.waiting.clear()
+        self.schedule(self.around.rng.random() ** 2 * DRAIN_S, partial(self._come_back, self.incarnation))
+        self._drained()
+
+    def _drained(self) -> None:
+        """Nothing that the lost incarnation has begun is under way any more: why wait."""
+        if self.down and not self.ops:
+            self.schedule(0.001 * self.around.rng.random(), partial(self._come_back, self.incarnation))
+
+    def _drain(self, number: int, op: Op) -> None:
+        """A record of a group that is gone has ended."""
+        stale, rng = self.incarnation, self.around.rng
+        report = partial(self._late_report, number, op.record.id, stale, self.ranks[number].end(op, drained=True))
+        if rng.random() < 0.5:
+            self.schedule(rng.random() ** 3 * 3, report)
+        else:
+            self.stale[(number, op.record.id)] = report
+
+    def _come_back(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            return
         for number, op in self.ops.values():
-            report = partial(self._late_report, number, op.record.id, stale, self.ranks[number].end(op, drained=True))
-            if self.around.rng.random() < 0.5:
-                self.schedule(self.around.rng.random() ** 3 * 3, report)
-            else:
-                self.stale[(number, op.record.id)] = report
+            self._drain(number, op)
         for rank in self.ranks:
             rank.engine.runs.clear()
             for pool in rank.pools.values():
                 pool[:] = [EMPTY] * len(pool)
         self.checks.start()
+        self.down = False
         self._begin_incarnation()
 
     def _late_report(self, rank: int, record: int, incarnation: int, outcome: Outcome) -> None:
@@ -103,8 +127,8 @@ class Member:
 
     def begin(self, kind: str, rid: str, prompt: Prompt, request: Request) -> bool:
         """Submit or prefetch; False where it was refused."""
-        if rid in self.asked:
-            return False  # it was preempted, and is not over yet
+        if rid in self.asked or self.down:
+            return False  # it was preempted, and is not over yet; or nobody is there
         self.prompts[rid], self.around.born[rid] = prompt, self.around.contents.generations.get(prompt.space, 0)
         asked = self.asked[rid] = Asked(rid, kind, prompt, len(request.tokens))
         full = len(self.group.active()) >= self.max_requests
@@ -123,6 +147,8 @@ class Member:
         return True
 
     def flush(self, tiers: Sequence[Tier], timeout_s: float | None) -> None:
+        if self.down:
+            return
         try:
             name = self.group.flush(tiers, timeout_s)
         except Busy:
@@ -145,7 +171,7 @@ class Member:
 
     def attach(self, there: bool) -> None:
         """L3 is taken away, or there again. While it is away the group asks nothing of it."""
-        if there is self.attached:
+        if there is self.attached or self.down:
             return
         self.attached = there
         for asked in self.asked.values():
@@ -154,8 +180,9 @@ class Member:
 
     def act(self, call: Callable[[], None]) -> None:
         """Any other call of the group."""
-        guarded(call)
-        self.after()
+        if not self.down:
+            guarded(call)
+            self.after()
 
     # -- how records run --------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +192,8 @@ class Member:
             self._send(envelope)
         self._collect(self.group)
         self.res.glance()
+        if (coming := self.cache.restore.fetches.tokens) > self.around.settings.prefetch_tokens_in_flight:
+            raise Violation(f"{coming} tokens are on their way from storage where {self.around.settings.prefetch_tokens_in_flight} may be")
         self._time()
 
     def _send(self, envelope: Envelope) -> None:
@@ -184,7 +213,7 @@ class Member:
             self.schedule(0.002 * self.around.rng.random(), self.stale.pop(token))
 
     def _deliver(self, envelope: Envelope) -> None:
-        if envelope.incarnation != self.incarnation:
+        if envelope.incarnation != self.incarnation or self.down:
             return
         lane = (envelope.rank, lane_of(envelope.record))
         self.waiting.setdefault(lane, deque()).append(envelope)
@@ -210,8 +239,12 @@ class Member:
 
     def _end(self, lane: tuple[int, Lane], op: Op) -> None:
         if op.envelope.incarnation != self.incarnation:
-            return  # drained when its group was lost
+            return  # it has ended when the next incarnation began
         del self.ops[id(op)]
+        if self.down:
+            self._drain(lane[0], op)
+            self._drained()
+            return
         self.busy[lane] -= 1
         self._report(op.envelope, self.ranks[lane[0]].end(op))
         self._next(lane)
@@ -246,7 +279,7 @@ class Member:
         go_on()
 
     def _answer(self, lane: tuple[int, Lane], envelope: Envelope, what: Fate, outcome: Outcome) -> None:
-        if envelope.incarnation != self.incarnation:
+        if envelope.incarnation != self.incarnation or self.down:
             return
         self.busy[lane] -= 1
         error = what.error or outcome.error
@@ -347,7 +380,7 @@ class Member:
 
     @property
     def resting(self) -> bool:
-        return self.group.idle and not self.ops and not self.open
+        return self.group.idle and not self.down and not self.ops and not self.open
 
     def look_at_rest(self) -> None:
         """Nothing is under way: nothing is leased, every record has completed, every story has ended."""

@@ -16,6 +16,10 @@ from hicache_ray.errors import ConfigError
 
 #: Tokens of a block in the published traces.
 BLOCK = 512
+#: Tokens of a prompt, milliseconds of a trace: more is a mistake in the file.
+MOST_TOKENS, MOST_MS = 1 << 26, 1 << 53
+#: Letters of a value that a sentence about it shows.
+_SHOWN = 40
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -55,11 +59,20 @@ def parse(lines: Iterable[str], file: str = "trace", block: int = BLOCK) -> Iter
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield _request(json.loads(line), block)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}") from None
+                yield _request(_json(line), block)
             except ConfigError as error:
                 raise ConfigError(f"line {number} of {file}: {error}") from None
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"this is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ConfigError("this is no request of a trace: it is nested too deep") from None
+    except ValueError:  # Python reads no number of more than some thousand digits
+        raise ConfigError("this is no request of a trace: a number in it is too long") from None
 
 
 def _request(value: Any, block: int) -> Traced:
@@ -67,11 +80,11 @@ def _request(value: Any, block: int) -> Traced:
     if missing:
         raise ConfigError(f"this is no request of a trace in Mooncake's format; it lacks {', '.join(missing)}")
     at, ids = value["timestamp"], value["hash_ids"]
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < float("inf"):
-        raise ConfigError(f"timestamp is {json.dumps(at)}; it must be milliseconds since the beginning of the trace")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < MOST_MS:
+        raise ConfigError(f"timestamp is {_shown(at)}; it must be milliseconds since the beginning of the trace")
     for name, least in (("input_length", 1), ("output_length", 0)):
-        if type(value[name]) is not int or value[name] < least:
-            raise ConfigError(f"{name} is {json.dumps(value[name])}; it must be a whole number of tokens, at least {least}")
+        if type(value[name]) is not int or not least <= value[name] <= MOST_TOKENS:
+            raise ConfigError(f"{name} is {_shown(value[name])}; it must be a whole number of tokens, from {least} to {MOST_TOKENS}")
     if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 1 << 63 for i in ids):
         raise ConfigError("hash_ids must be a list of whole numbers, none negative")
     wanted = -(-value["input_length"] // block)
@@ -81,6 +94,11 @@ def _request(value: Any, block: int) -> Traced:
             "tokens in a block of this trace"
         )
     return Traced(at / 1000, value["input_length"], value["output_length"], tuple(ids))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from benchmarks.make_trace import requests
 from hicache_ray.cli import app
 from hicache_ray.errors import ConfigError
 from hicache_ray.replay import Replay, Sizes, replay
+from hicache_ray.settings import Eviction
 from hicache_ray.trace import Traced, ceiling, parse, read
 
 SMALL = Path(__file__).parent.parent / "benchmarks" / "small_trace.jsonl"
 #: Of the generated trace, with 300 blocks: hit blocks of 5,285, of which 3,603 can be hits.
-REACHED = {"lru": 3174, "s3fifo": 3439}
+REACHED = {"lru": 3174, "lfu": 3394, "s3fifo": 3439, "priority": 3174}
 
 
 def prompt(*blocks: int, tail: int = 10) -> Traced:
@@ -52,8 +53,9 @@ def test_a_prompt_longer_than_the_device_is_refused_and_counts_as_missed() -> No
     assert (result.refused, result.tiers["device"], result.blocks) == (1, 3, 4 + 11 + 4)
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", Eviction)
 def test_the_generated_trace(policy: str) -> None:
+    """Nothing in a trace has a priority: where all have the same, that policy is the plain one."""
     traced = read(str(SMALL))
     assert ceiling(traced).hits == 3603
     assert sum(replay(traced, policy, Sizes(300)).tiers.values()) == REACHED[policy]
@@ -78,7 +80,14 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 2 of trace is not JSON"),
+        ("{", "line 2 of trace: this is not JSON"),
+        ("[" * 100_000, "nested too deep"),
+        ("1" * 5000, "a number in it is too long"),
+        (GOOD.replace("[0, 1]", f"[0, {'9' * 5000}]"), "a number in it is too long"),
+        (GOOD.replace('"timestamp": 0', f'"timestamp": {"1" * 400}'), f"timestamp is {'1' * 40}...; it must be milliseconds"),
+        (GOOD.replace('"timestamp": 0', '"timestamp": Infinity'), "timestamp is Infinity"),
+        (GOOD.replace("600", "9" * 400), f"input_length is {'9' * 40}...; it must be a whole number of tokens, from 1 to 67108864"),
+        (GOOD.replace('"output_length": 1', '"output_length": 1e3'), "output_length is 1000.0"),
         ("[1]", "line 2 of trace: this is no request of a trace in Mooncake's format"),
         ('{"prompt": "x"}', "it lacks timestamp, input_length"),
         (GOOD.replace("[0, 1]", "[0]"), "line 2 of trace: 600 tokens are 2 blocks of 512 tokens and hash_ids has 1"),
@@ -124,6 +133,7 @@ def test_the_command_needs_no_capacity_and_then_reaches_the_ceiling(tmp_path: Pa
     ("arguments", "told"),
     [
         (["nothing.jsonl"], "the trace nothing.jsonl cannot be read: No such file or directory"),
+        ([str(SMALL), "--storage"], "pages come to storage (--storage) through a host tier"),
         ([str(SMALL), "--capacity", "many"], '--capacity is "many"'),
         ([str(SMALL), "--policy", "mru"], '--policy has "mru"; choose some of lru,lfu,s3fifo,priority'),
     ],

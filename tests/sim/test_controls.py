@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 from hicache_ray import compute, evict, group, keys, lengths, plan, transfer
+from hicache_ray.cost import Cost
 from hicache_ray.group import Group
+from hicache_ray.index import Index
 from hicache_ray.lease import Leases
 from hicache_ray.records import Outcome
 from hicache_ray.residency import Residency
+from hicache_ray.settings import LoadPolicy
 from hicache_ray.simulate import Failed, simulate
 from hicache_ray.simulate_cases import Case, cases
 from hicache_ray.simulate_store import Shelf
@@ -272,12 +275,28 @@ def homes_are_told_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Announcer, "_plan", once)
 
 
+def others_pages_for_its_own(patch: pytest.MonkeyPatch) -> None:
+    """Ranks that hold their pages in turn are told another place in the prompt."""
+    depth = Index.depth
+    patch.setattr(Index, "depth", lambda self, entries: depth(self, entries) + 1)
+
+
+def weighed_without_the_rule(patch: pytest.MonkeyPatch) -> None:
+    """Where it is sooner to recompute a little more, nobody asks whether that length is legal."""
+    local = Cost.local
+
+    def a_little_less(self, found, count):  # type: ignore[no-untyped-def]
+        return max(0, local(self, found, count) - 1)
+
+    patch.setattr(Cost, "local", a_little_less)
+
+
 PLANTS: tuple[Plant, ...] = (
     publish_before_completion, release_twice, forget_a_release, minimum_of_lengths, skip_checksums, or_over_ranks, stale_reports_count,
     slots_free_at_the_deadline, evict_what_is_leased, canonical_by_name_only, keep_all_that_arrived, one_page_too_few, flush_what_is_idle,
     a_report_counts_twice, shorter_than_it_may, shorter_plan, any_rank_will_do, evict_without_rescue,
     a_drop_forgets_what_is_under_way, a_drop_waits_for_no_writer, detached_in_name_only, blind_to_what_is_embedded,
-    homes_are_told_once,
+    homes_are_told_once, others_pages_for_its_own, weighed_without_the_rule,
 )  # fmt: skip
 #: A world in which much goes wrong.
 STORMY = replace(cases()["hybrid"], faults=6.0)
@@ -292,6 +311,8 @@ CASE: dict[Plant, str | Case] = {
     skip_checksums: BROKEN,
     homes_are_told_once: replace(cases()["shards"], faults=3.0),
     stale_reports_count: STORMY,
+    others_pages_for_its_own: "in_turn",
+    weighed_without_the_rule: replace(cases()["state"], settings={"load_or_recompute": LoadPolicy.COST}),
 }
 
 
