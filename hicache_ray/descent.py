@@ -15,7 +15,7 @@ from hicache_ray.index import ABSENT
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
 from hicache_ray.persist import Persist
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries
 from hicache_ray.records import Move
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path

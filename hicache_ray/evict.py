@@ -9,7 +9,7 @@ import numpy as np
 
 from hicache_ray.index import ABSENT
 from hicache_ray.ledger import ROOM
-from hicache_ray.policy import Entries, Going
+from hicache_ray.policy_order import Entries, Going
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.spec import Kind, Tier
 

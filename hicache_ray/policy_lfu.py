@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache_ray.policy import Bytes, Cost, Entries, Going, Longs, Lru, Worth
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Bytes, Cost, Entries, Going, Longs, Worth
 
 
 class Lfu(Lru):

@@ -15,7 +15,8 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ray.policy import Bytes, Cost, Entries, Going, Group, Longs, Lru, Spared, Usable, Worth
+from hicache_ray.policy import Group, Lru
+from hicache_ray.policy_order import Bytes, Cost, Entries, Going, Longs, Spared, Usable, Worth
 
 #: Share of the pool that the small queue has when others want room as well.
 SMALL = 0.1

@@ -46,7 +46,7 @@ class LoadPolicy(str, Enum):
 
 
 class Eviction(str, Enum):
-    """Which pages leave a tier first, among those whose loss costs the same (:class:`hicache_ray.policy.Cost`)."""
+    """Which pages leave a tier first, among those whose loss costs the same (:class:`hicache_ray.policy_order.Cost`)."""
 
     LRU = "lru"
     LFU = "lfu"

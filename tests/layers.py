@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-POLICY = ("policies", "policy", "policy_lfu", "policy_priority", "policy_s3fifo", "standing")
+POLICY = ("policies", "policy", "policy_lfu", "policy_order", "policy_priority", "policy_s3fifo", "standing")
 
 #: Layer -> the modules of ``hicache_ray`` in it. A new module is added here, in the lowest layer that can hold it.
 MODULES: Mapping[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from hicache_ray.policy import Cost
+from hicache_ray.policy_order import Cost
 from hicache_ray.policy_s3fifo import CREDIT, GHOST, SMALL
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_ray.policies import make
-from hicache_ray.policy import Cost, Entries, Lru, Worth
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Cost, Entries, Worth
 from hicache_ray.policy_s3fifo import Ghost
 from hicache_ray.settings import Eviction
 from tests.core.policy_twins import TWINS

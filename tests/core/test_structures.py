@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hicache_ray.errors import Inconsistent
 from hicache_ray.lease import Lease, Leases, Place
-from hicache_ray.policy import Entries, Lru, order
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Entries, order
 from hicache_ray.records import slots_array
 from hicache_ray.slots import SlotPool
 from hicache_ray.spec import Kind, Tier
