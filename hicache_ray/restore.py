@@ -7,49 +7,29 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from hicache_ray import compute, lengths, load, plan, prefetch, transfer
-from hicache_ray.cost import Cost
+from hicache_ray.asking import Asking
 from hicache_ray.descent import Descent
 from hicache_ray.fetches import Fetches
-from hicache_ray.keys import tagged
-from hicache_ray.match import match
-from hicache_ray.records import Lookup, Merged, Move, Record
+from hicache_ray.records import Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import ORDER, Limit, Match, Plan
-from hicache_ray.settings import LoadPolicy, PrefetchPolicy, Settings
+from hicache_ray.resume import Limit, Match, Plan
+from hicache_ray.settings import PrefetchPolicy, Settings
 from hicache_ray.spec import Kind, Tier
 from hicache_ray.story import Job, Phase, Story, Wait
 from hicache_ray.why import Evidence
 
 
-class Restore:
+class Restore(Asking):
     """Over one :class:`Residency`. ``next_id`` numbers records; ``descent`` makes room."""
 
     def __init__(self, res: Residency, settings: Settings, next_id: Callable[[], int], descent: Descent) -> None:
-        self.res = res
-        self.spec = res.spec
-        self.settings = settings
-        self._next_id = next_id
+        super().__init__(res, settings, next_id)
         self.descent = descent
-        self.clock: Callable[[], float] = float  # stands still at 0.0 until a group gives it its own
         self.fetches = Fetches(res, next_id, lambda: self.clock(), self._told)
-        self.cost = Cost(res.spec, settings) if settings.load_or_recompute is LoadPolicy.COST else None
-
-    def match(self, job: Job) -> Match:
-        """What is where now, L1 and L2."""
-        return match(self.res, job.path, job.allowed, not self.settings.exact)
-
-    def questions(self, found: Match) -> list[tuple[tuple[bytes, ...], tuple[str, ...]]]:
-        """What to ask L3 of a prompt: keys, and the components under them, of each the kinds of bytes that count."""
-        kinds = (False,) if self.settings.exact else (False, True)
-        named: dict[tuple[bytes, ...], list[str]] = {}
-        for c in self.spec.components:
-            named.setdefault(found.keys_of(c.name), []).extend(tagged(c.name, kind) for kind in kinds)
-        return [(keys, tuple(names)) for keys, names in named.items() if keys]
 
     # -- L3 to L2 -----------------------------------------------------------------------------------------------------------------
 
@@ -139,49 +119,6 @@ class Restore:
         found = yield from self._ask(job, self.match(job), min(left_s, self.settings.lookup_deadline_s))
         if self.res.storage and not self.stale(job):
             self._choose(job, self.fetches.with_arrived(job, found))
-
-    def _ask(self, job: Job, found: Match, deadline_s: float) -> Generator[Record | Wait, Merged, Match]:
-        """What L3 says that it has. An answer from before a drop is none."""
-        if self.cost is not None:
-            deadline_s = min(deadline_s, self.cost.ask_s(found, len(job.request.tokens)))
-            if not deadline_s:
-                job.limit = Limit.COST
-                return found
-        job.phase = Phase.LOOKUP
-        told: dict[str, tuple[int, ...]] = {}
-        sure: dict[str, tuple[int, ...]] = {}  # of that what has been said for good: a page that is not in it is not there
-        until, trouble = self.clock() + deadline_s, Limit.NONE
-        for keys, names in self.questions(found):
-            answer = yield from self._answer(job.request.rid, keys, names, until)
-            told |= answer.found
-            if answer.late or answer.error:
-                trouble = Limit.LOOKUP if answer.late else Limit.LOOKUP_FAILED
-                break
-            sure |= {} if answer.retry else answer.found
-        if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
-            job.limit = Limit.DROPPED if self.stale(job) else Limit.DETACHED
-            return self.match(job)
-        local = self.match(job)
-        found, job.told = local.with_storage(told), told
-        if found.longest(*ORDER) < found.ceiling:
-            job.limit = trouble
-        prefetch.note(self.res, local.with_storage(sure))
-        return found
-
-    def _answer(
-        self, rid: str, keys: tuple[bytes, ...], names: tuple[str, ...], until: float
-    ) -> Generator[Record | Wait, Merged, Merged]:
-        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, or fail, what
-        it has said holds as far as it goes."""
-        left_s = until - self.clock()
-        if left_s <= 0:
-            return Merged(late=True)
-        answer = yield Lookup(self._next_id(), rid, keys, names, left_s)
-        if not answer.retry or answer.late or answer.error:
-            return answer
-        left_s = until - self.clock()
-        again = (yield Lookup(self._next_id(), rid, keys, names, left_s)) if left_s > 0 else Merged(late=True)
-        return replace(answer, late=again.late, error=again.error) if again.late or again.error else again
 
     def _wait_for_room(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
         """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding
@@ -307,10 +244,6 @@ class Restore:
             job.fork = 0  # no request may need more than the pools hold
 
     # -- small things -----------------------------------------------------------------------------------------------------------
-
-    def stale(self, job: Job) -> bool:
-        """Whether what the request is of was dropped after it began: it publishes nothing any more."""
-        return self.res.stale(job.space, job.era)
 
     def hold(self, job: Job, found: Match, chosen: Plan, waits: bool = False) -> None:
         """Lease a plan's local pages, so that they stay. They count as used together. ``waits``: the request waits for the device, and must

@@ -22,7 +22,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("residency", "resume", "story", "transfer", "why"),
     ),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
-    "cache": ("cache", "descent", "fetches", "persist", "restore"),
+    "cache": ("asking", "cache", "descent", "fetches", "persist", "restore"),
     "group": ("flights", "group", "tales"),
     "tools": (
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
