@@ -348,13 +348,18 @@ def test_what_the_directory_may_not_say(nodes: Nodes) -> None:
 # -- start, end, counters ------------------------------------------------------------------------------------------------------------
 
 
+def ours() -> set[str]:
+    """What this process has in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob(f"*test-{os.getpid()}*")}
+
+
 def test_a_failed_start_leaves_nothing(nodes: Nodes) -> None:
     taken = int(nodes[0].address.tcp.rpartition(":")[2])
-    files, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    files, descriptors = ours(), len(os.listdir("/proc/self/fd"))
     for options in ({"port": taken}, {"host": "no.such.host.invalid"}, {"flight_port": taken}):
         with pytest.raises(ConfigError, match="cannot listen on"):
             StorageNode(node_config(9, **options)).start()
-    assert set(os.listdir("/dev/shm")) == files
+    assert ours() == files
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert not [thread for thread in threading.enumerate() if "prober" in thread.name or "announcer" in thread.name]
 
