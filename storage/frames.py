@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from hicache_ray.storage.wire import Frame, Splitter
 
-_RECV = 256 << 10
+_RECV = 128 << 10
 _SEND = 64 << 10  # bytes of one call: the system's timeout is one of each part that it queues, not of the call
 _TIMEVAL = struct.Struct("ll")
 _ROUND, _SLACK = 0.9, 4.0

@@ -182,8 +182,7 @@ def unpack_stats(reader: Reader) -> StoreStats:
     found = _object(reader.rest(), "the answer with the counters")
     stats = {field.name: found[field.name] for field in fields(StoreStats) if field.name in found}
     for name, value in stats.items():
-        right = isinstance(value, _COUNTERS.get(name, int)) and (name != "tenants" or (isinstance(value, dict) and _are_usages(value)))
-        if not right:
+        if not isinstance(value, _COUNTERS.get(name, int)) or (isinstance(value, dict) and not _are_usages(value)):
             raise WireError(f"the counter {name} of a store is {value!r}")
     try:
         return StoreStats(**stats)

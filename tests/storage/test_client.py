@@ -18,7 +18,7 @@ from hicache_ray.storage.descriptors import Sums
 from hicache_ray.storage.movers import Batch, Piece
 from hicache_ray.storage.session import Breaker
 from tests.storage.conftest import PAGES, FakeClock
-from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, put
+from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, put
 
 Connect = Callable[..., ArenaClient]
 
@@ -42,6 +42,15 @@ def test_no_time_is_no_time(client: ArenaClient) -> None:
     with pytest.raises(StoreTimeout):
         client.stats(0.0)
     assert put(client, [1]) == 1  # and nothing is held against the service
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan")])
+def test_any_number_of_seconds_may_be_given(seconds: float, client: ArenaClient) -> None:
+    target = np.zeros(PAGE, np.uint8)
+    assert client.put([name(1), name(2)], [page(1), page(2)], seconds) == 0b11
+    assert client.get([name(1)], [target], seconds) == 1
+    assert client.lookup([key(1)], [TAG], seconds)[TAG].hit == 1
+    assert (target == page(1)).all()
 
 
 def test_a_read_longer_than_its_lease_is_a_miss(service: ArenaService, connect: Connect) -> None:

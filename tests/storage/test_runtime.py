@@ -16,6 +16,7 @@ import pytest
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.keys import Namespace
 from hicache_ray.storage import ArenaClient, NodeAddress, ShardConfig, StorageNode, bits, open_store
+from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.members import Member
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.store import SPACE_BYTES
@@ -348,13 +349,18 @@ def test_what_the_directory_may_not_say(nodes: Nodes) -> None:
 # -- start, end, counters ------------------------------------------------------------------------------------------------------------
 
 
+def ours() -> set[str]:
+    """What this process has in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob(f"*test-{os.getpid()}*")}
+
+
 def test_a_failed_start_leaves_nothing(nodes: Nodes) -> None:
     taken = int(nodes[0].address.tcp.rpartition(":")[2])
-    files, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    files, descriptors = ours(), len(os.listdir("/proc/self/fd"))
     for options in ({"port": taken}, {"host": "no.such.host.invalid"}, {"flight_port": taken}):
         with pytest.raises(ConfigError, match="cannot listen on"):
             StorageNode(node_config(9, **options)).start()
-    assert set(os.listdir("/dev/shm")) == files
+    assert ours() == files
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert not [thread for thread in threading.enumerate() if "prober" in thread.name or "announcer" in thread.name]
 
@@ -445,3 +451,20 @@ def test_caps_hold_from_the_first_byte_of_every_incarnation(clock: FakeClock, no
         assert store.described(TIMEOUT_S) == {space.digest(): space.record()}
         nodes.restart(0)
     nodes.close()
+
+
+def test_a_client_that_is_closed_while_it_learns_of_the_members_leaves_nothing(nodes: Nodes) -> None:
+    store = nodes.open(0)
+    ask = store._ask
+
+    def close_meanwhile(deadline: Deadline) -> bytes:
+        said = ask(deadline)
+        store.close()
+        return said
+
+    store._ask = close_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(StoreClosed):
+        put(store, [1])
+    assert store._sharded is not None
+    with pytest.raises(StoreClosed, match="this handle of the store is closed"):
+        present(store._sharded, [1])

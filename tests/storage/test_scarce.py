@@ -8,7 +8,6 @@ import mmap
 import os
 import resource
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -20,6 +19,7 @@ from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientConfig, MemoryStore
 from hicache_ray.storage.connection import Overloaded
 from hicache_ray.storage.lanes import Lane
+from hicache_ray.storage.loading import Loader
 from hicache_ray.storage.segment import Segment
 from hicache_ray.storage.tcp import TcpClientConfig, TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -96,16 +96,26 @@ def test_a_segment_under_no_name(tmp_path: Path) -> None:
         Segment.open(tmp_path / "a\0b", PAGE)
 
 
-def test_no_thread_for_the_loop_and_the_page_tables(service: ArenaService, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [m for m in sys.modules if m.startswith("hicache_ray.storage.kernel")]:
-        monkeypatch.delitem(sys.modules, module)  # as in a process that has not copied yet
+def test_no_thread_for_the_page_tables(service: ArenaService, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     client = connect(service.address)
-    with no_threads(monkeypatch, "hicache-kernel", "hicache-prefault") as asked:
+    with no_threads(monkeypatch, "hicache-prefault") as asked:
         assert put(client, range(4)) == 0b1111
         assert get(client, range(4)) == {0, 1, 2, 3}
-        assert client.warm_up(0.0) is False
-    assert set(asked) == {"hicache-kernel", "hicache-prefault"}
-    assert get(client, [1]) == {1}
+    assert asked == ["hicache-prefault"]
+
+
+def test_no_thread_for_a_compiled_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is none as long as there is no thread; whoever asks later gets it."""
+    (tmp_path / "loop_of_a_test.py").write_text("move = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loader = Loader("loop_of_a_test", "move", "this goes on without", off=False)
+    with no_threads(monkeypatch, "hicache-kernel") as asked:
+        assert loader.get() is None
+        assert loader.warm_up(0.0) is False
+    assert asked == ["hicache-kernel"] * 2
+    assert loader.warm_up(TIMEOUT_S) is True
+    assert loader.get().move == 7  # type: ignore[union-attr]
+    loader.close()
 
 
 def test_no_thread_for_a_connection(config: ArenaConfig, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

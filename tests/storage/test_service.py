@@ -22,15 +22,14 @@ from hicache_ray.storage.serving import Log
 from hicache_ray.storage.wire import HEADER, MAGIC, VERSION, Kind
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, put
+from tests.storage.peers import BarePeer, closing_all
 
 
-class Peer:
-    """A bare socket."""
-
+class Peer(BarePeer):
     def __init__(self, path: str, greet: bool = True) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(path)  # blocking: waits while the queue of the listener is full
-        self.sock.settimeout(TIMEOUT_S)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(path)  # blocking: waits while the queue of the listener is full
+        super().__init__(sock, TIMEOUT_S)
         self.splitter = wire.Splitter(wire.REPLY)
         if greet:
             assert self.ask(Kind.HELLO, b"").kind == Kind.HELLO
@@ -43,26 +42,15 @@ class Peer:
             self.splitter.feed(data)
         return frame
 
-    def wait_for_the_end(self) -> bytes:
-        """What the service still says until it hangs up."""
-        said = b""
-        with contextlib.suppress(ConnectionResetError):
-            while data := self.sock.recv(65536):
-                said += data
-        return said
-
 
 @pytest.fixture
 def peer(service: ArenaService) -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
-
     def make(greet: bool = True) -> Peer:
         peers.append(Peer(service.address.socket, greet))
         return peers[-1]
 
-    yield make
-    for one in peers:
-        one.sock.close()
+    with closing_all(list[Peer]()) as peers:
+        yield make
 
 
 GARBAGE = {
@@ -123,21 +111,8 @@ def test_a_peer_that_drips_is_not_waited_for(greet: bool, config: ArenaConfig, c
     """A byte now and then, each in time, is still one frame that is late."""
     with caplog.at_level(logging.WARNING, "hicache_ray.storage"), ArenaService(replace(config, io_timeout_s=0.2)) as service:
         slow = Peer(service.address.socket, greet)
-        frame = wire.encode(Kind.PING if greet else Kind.HELLO, 1, bytes(1000))
-        slow.sock.settimeout(0.02)
-        said = None
-        for sent in range(len(frame)):
-            try:
-                slow.sock.sendall(frame[sent : sent + 1])
-                said = slow.sock.recv(1)
-            except TimeoutError:
-                continue
-            except OSError:
-                said = b""
-            break
-        slow.sock.close()
-        assert said == b""
-        assert 0 < sent < 500
+        assert 0 < slow.drip(wire.encode(Kind.PING if greet else Kind.HELLO, 1, bytes(1000)), 0.02) < 500
+        slow.close()
     assert "half a frame" in caplog.text
 
 

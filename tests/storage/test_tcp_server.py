@@ -27,6 +27,7 @@ from hicache_ray.storage.tcp_links import Link
 from hicache_ray.storage.tcp_server import TcpServer
 from hicache_ray.storage.wire import HEADER, MAX_BODY, REPLY
 from tests.storage.objects import TIMEOUT_S, get, name, page, put
+from tests.storage.peers import BarePeer, closing_all
 
 TOKEN = "secret"
 CONFIG = TcpConfig(TOKEN, io_timeout_s=0.5, max_connections=8)
@@ -54,46 +55,22 @@ def client(server: TcpServer) -> Iterator[TcpStore]:
 
 @pytest.fixture
 def peer(server: TcpServer) -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
-
     def make(greet: bool = True) -> Peer:
         peers.append(Peer(server.address, greet))
         return peers[-1]
 
-    yield make
-    for one in peers:
-        one.sock.close()
+    with closing_all(list[Peer]()) as peers:
+        yield make
 
 
-class Peer:
-    """A bare socket."""
-
+class Peer(BarePeer):
     def __init__(self, address: TcpAddress, greet: bool = True) -> None:
-        self.sock = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
+        super().__init__(socket.create_connection((address.host, address.port), timeout=TIMEOUT_S), TIMEOUT_S)
         self.challenge = self.read(HEADER.size + NONCE_BYTES)[HEADER.size :]
         if greet:
             nonce = bytes(NONCE_BYTES)
             self.sock.sendall(encode(TcpKind.PROOF, 0, nonce + proof(TOKEN, "client", self.challenge, nonce)))
             self.read(HEADER.size + 40)
-
-    def close(self) -> None:
-        self.sock.close()
-
-    def read(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = self.sock.recv(count - len(data))
-            assert more, "the server hung up"
-            data += more
-        return data
-
-    def wait_for_the_end(self) -> bytes:
-        """What the server still says until it hangs up."""
-        said = b""
-        with contextlib.suppress(ConnectionResetError):
-            while data := self.sock.recv(65536):
-                said += data
-        return said
 
 
 def request(kind: int, body: bytes, seconds: float = TIMEOUT_S) -> bytes:
@@ -172,6 +149,14 @@ def test_half_open_peers_are_not_waited_for(half: bytes, client: TcpStore, peer:
     silent.sock.sendall(half)
     assert silent.wait_for_the_end() == b""
     assert put(client, [1]) == 1
+
+
+@pytest.mark.parametrize("greet", [True, False])
+def test_a_peer_that_drips_is_not_waited_for(greet: bool, peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture) -> None:
+    """A byte now and then, each in time, is still one frame that is late."""
+    frame = request(TcpKind.PING, bytes(1000)) if greet else encode(TcpKind.PROOF, 0, bytes(100))
+    assert 0 < peer(greet).drip(frame, 0.02) < 100
+    assert "half a message" in caplog.text
 
 
 def test_a_peer_that_reads_no_answers_is_dropped(client: TcpStore, peer: Callable[..., Peer]) -> None:
