@@ -103,16 +103,19 @@ class Workers:
 
         Raises StoreTimeout or StoreClosed; ``abandoned()`` is called then, as soon as no thread works on the batch.
         """
-        batch = Batch(jobs, min(self._threads, len(jobs)))
+        left = min(self._threads, len(jobs))
+        batch = Batch(jobs, left)
         try:
-            for _ in range(min(self._threads, len(jobs))):
-                if not self._submit(batch):
-                    batch.leave()
+            while left:
+                left -= 1
+                self._submit(batch)
             if not batch.wait(until - time.monotonic()):
                 raise StoreTimeout("the disk did not answer within the deadline")
             if any(True for _ in batch._todo):
                 raise StoreTimeout("too many calls wait for the disk")
         except BaseException:
+            for _ in range(left):
+                batch.leave()
             batch.when_idle(abandoned)
             raise
         for error in batch.errors:
@@ -126,12 +129,15 @@ class Workers:
         self._lane.close(timeout_s)
         return not self._lane.busy()
 
-    def _submit(self, batch: Batch) -> bool:
+    def _submit(self, batch: Batch) -> None:
+        """Where the queue is full, the batch has one thread less. Raises StoreClosed."""
         try:
             self._lane.submit(lambda: self._work(batch))
         except Overloaded:
-            return False
-        return True
+            batch.leave()
+        except BaseException:
+            batch.leave()
+            raise
 
     def _work(self, batch: Batch) -> None:
         if not hasattr(self._local, "staging"):

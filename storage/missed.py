@@ -2,7 +2,8 @@
 
 A clear reaches the nodes that are alive. One that was down, cut off or frozen still has its bytes when it is back, on its disk say. So it
 asks every node that it has not heard for a moment which prefixes were cleared meanwhile, and drops what it has of them, before it tells
-anybody what it has. What it may lose by that is something that was stored just then; a copy of a page, never a right answer.
+anybody what it has. What it may lose by that is something that was stored just then; a copy of a page, never a right answer. A node that
+was started after the clear does not know of it; so if all others were, what was cleared is there again.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeou
 from hicache_ray.storage import DiskConfig
 from hicache_ray.storage.disk_format import Geometry, geometry, slot_size
 from hicache_ray.storage.disk_io import DiskOs
+from hicache_ray.storage.disk_work import Workers
 from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES, TAG_BYTES
 from tests.storage.conftest import FakeClock
 from tests.storage.disks import BLOCK, CountingOs, OpenDisk, get, put, size_of, small, sound, visible
@@ -433,6 +434,15 @@ def test_a_disk_that_hangs_is_a_timeout_and_nobody_touches_the_buffers(tmp_path:
     assert store._index.slots.pins == {}
 
 
+def test_workers_that_are_closed_let_a_batch_go() -> None:
+    workers, gone = Workers(2, BLOCK), threading.Event()
+    assert workers.run([lambda staging, batch: None] * 3, time.monotonic() + TIMEOUT_S) == [None] * 3
+    assert workers.close(TIMEOUT_S)
+    with pytest.raises(StoreClosed):
+        workers.run([lambda staging, batch: None] * 3, time.monotonic() + TIMEOUT_S, gone.set)
+    assert gone.is_set()
+
+
 def test_a_record_that_the_disk_hangs_on_keeps_nobody_else_waiting(tmp_path: Path, disk: OpenDisk) -> None:
     hang, free = threading.Event(), threading.Event()
 
@@ -457,23 +467,27 @@ def test_a_record_that_the_disk_hangs_on_keeps_nobody_else_waiting(tmp_path: Pat
 
 
 def test_a_disk_that_hangs_does_not_hold_up_a_close_and_keeps_its_files(tmp_path: Path, disk: OpenDisk) -> None:
-    hang, free = threading.Event(), threading.Event()
+    hang, inside, free = threading.Event(), threading.Event(), threading.Event()
 
     def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
         if hang.is_set() and call == "pwrite":
+            inside.set()
             assert free.wait(30.0)
 
     store = disk(small(tmp_path), os_port=CountingOs(strike))
     put(store, [0])
     hang.set()
-    with pytest.raises(StoreTimeout):
-        store.put([name(3)], [page(3, size_of(3))], 0.05)
-    store.close(0.1)
-    with pytest.raises(StoreClosed):
-        get(store, [0])
-    with pytest.raises(ConfigError, match="belongs to a store that is running"):
-        disk(small(tmp_path))
-    free.set()
+    with ThreadPoolExecutor(1) as writer:
+        late = writer.submit(put, store, [3])
+        assert inside.wait(30.0)
+        store.close(0.1)
+        with pytest.raises(StoreClosed):
+            get(store, [0])
+        with pytest.raises(ConfigError, match="belongs to a store that is running"):
+            disk(small(tmp_path))
+        free.set()
+        with pytest.raises(StoreClosed):
+            late.result(30.0)
     assert store._workers.close(30.0)
     store._files.close()
     assert visible(disk(small(tmp_path))) == [0]

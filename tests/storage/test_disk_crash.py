@@ -33,7 +33,7 @@ def test_kill_9_at_50_moments(memory: Path, writers: subprocess.Popen[str]) -> N
     chance = random.Random(4)
     puts = 0
     for _ in range(MOMENTS):
-        writers.stdin.write(f"{memory} {puts} {chance.randrange(15, 120)}\n")
+        writers.stdin.write(f"{memory} {puts} {chance.randrange(20, 140)}\n")
         writers.stdin.flush()
         status, told = map(int, writers.stdout.readline().split())
         assert status == signal.SIGKILL

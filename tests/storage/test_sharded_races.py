@@ -51,8 +51,8 @@ def test_a_hung_home_leaves_time_to_store_here_and_to_ask_the_others(cluster: Cl
     put(cluster.client("n1"), [theirs])
     reader, writer = cluster.client("n0"), cluster.client("n0")
     hung = cluster.nodes["n2"].hung = threading.Event()
-    assert reader.get([mine, theirs], [bytearray(PAGE), bytearray(PAGE)], 2.0) == 0b10
-    assert writer.put([mine], [page(mine)], 2.0) == 1
+    assert reader.get([mine, theirs], [bytearray(PAGE), bytearray(PAGE)], 4.0) == 0b10
+    assert writer.put([mine], [page(mine)], 4.0) == 1
     assert holding(cluster, mine) == ["n0"]
     hung.set()
 
