@@ -62,8 +62,8 @@ bench: setup ## run the benchmarks, print a table, write benchmarks/results.json
 	@$(BIN)/python -m benchmarks
 
 chaos: setup ## kill, freeze and cut off the parts of a running tier of three nodes; print what that cost (needs root)
-	@$(BIN)/python -m pytest -m chaos tests/actors/test_chaos.py
-	@$(BIN)/python -m tests.chaos
+	@status=0; $(BIN)/python -m pytest -m chaos tests/actors/test_chaos.py || status=$$?; \
+	$(BIN)/python -m tests.chaos || status=$$?; exit $$status
 
 clean: ## remove caches and build products (not .venv)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/results.json

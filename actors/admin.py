@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import Self
 
-from hicache_ray.errors import Busy, ConfigError, HiCacheError
+from hicache_ray.errors import Busy, ConfigError, HiCacheError, StorageDetached
 from hicache_ray.explain import KEPT
 
 #: The only path that needs no token.
@@ -20,12 +20,20 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Flush(BaseModel):
-    """Body of ``POST /flush``. Without ``timeout_s`` a flush is refused while requests run."""
+    """Body of ``POST /flush``. Without ``timeout_s`` a flush is refused while requests run. ``preserve``: what only device and host have
+    is written to storage first."""
 
     model_config = ConfigDict(extra="forbid")
 
     tiers: list[Literal["device", "host", "storage"]] = Field(default=["device", "host"], min_length=1)
     timeout_s: float | None = Field(None, gt=0, le=600)
+    preserve: bool = False
+
+    @model_validator(mode="after")
+    def _kept_somewhere(self) -> Self:
+        if self.preserve and "storage" in self.tiers:
+            raise ValueError("preserve keeps in storage what device and host lose, and this flush empties storage; leave one of them out")
+        return self
 
 
 class Where(BaseModel):
@@ -72,13 +80,14 @@ class Drop(BaseModel):
 class Backend(Protocol):
     """What the endpoints ask of the cluster."""
 
-    async def flush(self, tiers: Sequence[str], timeout_s: float | None) -> int:
-        """Flush all replicas; how many there were. Raises :class:`Busy`, or another :class:`HiCacheError` where it is not complete."""
+    async def flush(self, tiers: Sequence[str], timeout_s: float | None, preserve: bool = False) -> int:
+        """Flush all replicas; how many there were. Raises :class:`Busy`, :class:`StorageDetached`, another :class:`HiCacheError` where it
+        is not complete."""
         ...
 
     async def drop(self, fields: Mapping[str, str]) -> Mapping[str, Any]:
-        """Drop the namespaces with these fields; what was removed. Raises :class:`Busy`, :class:`UnknownNamespace`, another
-        :class:`HiCacheError` where it is not complete."""
+        """Drop the namespaces with these fields; what was removed. Raises :class:`Busy`, :class:`StorageDetached`,
+        :class:`UnknownNamespace`, another :class:`HiCacheError` where it is not complete."""
         ...
 
     async def plug(self, attached: bool) -> int:
@@ -141,7 +150,7 @@ def create_app(backend: Backend, token: str) -> FastAPI:
     async def flush(body: Flush | None = None) -> dict[str, Any]:
         body = body or Flush()
         with _told():
-            count = await backend.flush(body.tiers, body.timeout_s)
+            count = await backend.flush(body.tiers, body.timeout_s, body.preserve)
         return {"flushed": body.tiers, "replicas": count}
 
     @app.post("/drop")
@@ -161,11 +170,13 @@ def create_app(backend: Backend, token: str) -> FastAPI:
 
     @app.get("/stats")
     async def stats() -> Mapping[str, Any]:
-        return await backend.stats()
+        with _told():
+            return await backend.stats()
 
     @app.post("/where")
     async def where(body: Where) -> Mapping[str, Any]:
-        return await backend.where(body.input_ids, body.tenant)
+        with _told():
+            return await backend.where(body.input_ids, body.tenant)
 
     @app.get("/explain/{rid:path}")
     async def explain(rid: str) -> Mapping[str, Any]:
@@ -184,7 +195,7 @@ def _told() -> Iterator[None]:
     """Errors of ours as HTTP answers."""
     try:
         yield
-    except Busy as error:
+    except (Busy, StorageDetached) as error:
         raise HTTPException(409, str(error)) from error
     except (UnknownNamespace, UnknownRequest) as error:
         raise HTTPException(404, str(error)) from error

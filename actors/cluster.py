@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus
 from hicache_ray import machine
 from hicache_ray.actors import names, storage
 from hicache_ray.actors.gateway import GatewayActor, GatewaySetup
-from hicache_ray.actors.local import LocalRay, check_ports
+from hicache_ray.actors.local import LocalRay, check_address, check_ports, no_cluster
 from hicache_ray.actors.model import read_spec
 from hicache_ray.actors.remote import cause, living
 from hicache_ray.actors.serve import application
@@ -29,6 +29,7 @@ from hicache_ray.config import Config
 from hicache_ray.config_sources import masked
 from hicache_ray.errors import ConfigError, HiCacheError
 from hicache_ray.families import canonical_type
+from hicache_ray.interrupts import LOOK_S, Interrupts
 
 log = logging.getLogger("hicache_ray.actors")
 
@@ -71,15 +72,17 @@ def prepare(config: Config, folder: str) -> Prepared:
 
 @dataclass
 class Cluster:
-    """A running tier. ``url``: of generation; ``admin_url`` and ``token``: of the admin endpoint; ``socket``: of the node's storage."""
+    """A running tier. ``url``: of generation; ``admin_url`` and ``token``: of the admin endpoint; ``socket``: of the node's storage;
+    ``interrupts``: what ends a wait."""
 
     config: Config
     prepared: Prepared
     deployment: Any = None
     url: str = ""
     admin_url: str = ""
-    token: str = ""
+    token: str = field(default="", repr=False)
     socket: str = ""
+    interrupts: Interrupts = field(default_factory=Interrupts, repr=False)
     _begun: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def scale(self, replicas: int) -> None:
@@ -97,12 +100,14 @@ class Cluster:
                 raise HiCacheError(f"the deployment failed: {why}")
             if time.monotonic() > until:
                 raise HiCacheError(f"the deployment did not come up within {DEPLOY_S:g} s; does the cluster have room for it? {why}")
-            time.sleep(0.1)
+            self.interrupts.check()
+            time.sleep(LOOK_S)
         # The same once more, which changes nothing: it returns when the proxies know the way.
         serve.run(app, name=name, route_prefix="/", blocking=False, logging_config={"log_level": "WARNING"})
 
     def stop(self) -> None:
         """End everything that :func:`start` began, in reverse order. Idempotent; never raises for what is gone already."""
+        self.interrupts.hold()
         self._begun.close()
 
     def __enter__(self) -> Cluster:
@@ -112,26 +117,46 @@ class Cluster:
         self.stop()
 
 
-def start(config: Config, address: str | None = None, progress: Progress = quiet, deployment: Any = None) -> Cluster:
+def start(
+    config: Config, address: str | None = None, progress: Progress = quiet, deployment: Any = None, interrupts: Interrupts | None = None
+) -> Cluster:
     """Bring the tier up: Ray (a local one unless ``address`` names a cluster), storage, the deployment, the admin endpoint.
 
     ``deployment``: a Serve deployment of your own over a subclass of HiCacheDeployment; none: the one with ``POST /generate``.
+    ``interrupts``: end the start at any point, and are held from its end on; whoever waits then asks them.
     Raises :class:`ConfigError` before anything is started, and leaves nothing behind when a later step fails.
     """
     check(config)
     if address is None and not ray.is_initialized():
         check_ports(config)
-    progress("preparing the model")
+    if address is not None:
+        check_address(address)
+    interrupts = interrupts or Interrupts()
     with ExitStack() as begun:
-        folder = tempfile.mkdtemp(prefix=MODEL_PREFIX)
-        begun.callback(shutil.rmtree, folder, ignore_errors=True)
-        prepared = prepare(config, folder)
-        ranks = config.model.tp * (config.serve.replicas if address is None else 1)  # of a cluster each replica may have its own node
-        config = fitted(config, prepared.spec, machine.memory(), ranks)
-        check_capacities(config, prepared.spec)
-        cluster = Cluster(config, prepared, deployment, _begun=begun)
-        _bring_up(cluster, begun, address, progress)
+        with interrupts.raising():
+            cluster = _started(config, begun, address, progress, deployment, interrupts)
+        # Held by now: what was begun is the cluster's, which ends it, or still ours.
         cluster._begun = begun.pop_all()
+    return cluster
+
+
+def _started(
+    config: Config, begun: ExitStack, address: str | None, progress: Progress, deployment: Any, interrupts: Interrupts
+) -> Cluster:
+    def step(text: str) -> None:
+        interrupts.check()
+        progress(text)
+
+    step("preparing the model")
+    folder = tempfile.mkdtemp(prefix=MODEL_PREFIX)
+    begun.callback(shutil.rmtree, folder, ignore_errors=True)
+    prepared = prepare(config, folder)
+    if address is None and not ray.is_initialized():  # all ranks will be on this machine; of a cluster each replica measures its own node
+        config = fitted(config, prepared.spec, machine.memory(), config.model.tp * config.serve.replicas)
+        check_capacities(config, prepared.spec)
+        prepared = replace(prepared, fitted=True)
+    cluster = Cluster(config, prepared, deployment, interrupts=interrupts)
+    _bring_up(cluster, begun, address, step)
     return cluster
 
 
@@ -143,6 +168,7 @@ def _bring_up(cluster: Cluster, begun: ExitStack, address: str | None, progress:
     if ours and config.storage.backend != "none":
         begun.callback(storage.sweep, config.storage.directory, config.storage.name)  # when all processes are gone
     _connect(config, begun, address)
+    cluster.interrupts.install()  # Ray has a handler of its own for SIGTERM, which ends its processes and this one at once
     if config.storage.backend != "none":
         progress("starting storage")
         _start_storage(cluster, begun, ours)
@@ -161,7 +187,10 @@ def _connect(config: Config, begun: ExitStack, address: str | None) -> None:
         return
     if address is not None:
         begun.callback(ray.shutdown)  # leaves the cluster; it goes on without us
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise no_cluster(address, str(error).partition("\n")[0]) from error
         return
     local = LocalRay()
     begun.callback(local.stop)
@@ -177,7 +206,7 @@ def _start_storage(cluster: Cluster, begun: ExitStack, ours: bool) -> None:
         begun.callback(_quietly, storage.end, config)
     if problem := storage.unreachable(config):
         log.warning("%s", problem)
-    cluster.socket = storage.ensure(config, ray.get_runtime_context().get_node_id()).socket
+    cluster.socket = storage.ensure(config, ray.get_runtime_context().get_node_id(), cluster.prepared.model_id).socket
 
 
 def _start_serve(config: Config, begun: ExitStack, ours: bool) -> None:
@@ -201,10 +230,15 @@ def _start_gateway(cluster: Cluster, begun: ExitStack) -> None:
     except ValueError as error:
         raise ConfigError(f'serve.name is "{app}", and a tier of this name runs on this cluster; choose another name') from error
     begun.callback(_close, gateway)
+    asked, until = gateway.port.remote(), time.monotonic() + DEPLOY_S
+    while not ray.wait([asked], timeout=LOOK_S)[0] and time.monotonic() < until:
+        cluster.interrupts.check()
     try:
-        port = ray.get(gateway.port.remote(), timeout=DEPLOY_S)
+        port = ray.get(asked, timeout=0)
     except ray.exceptions.RayTaskError as error:
         raise cause(error) from None
+    except TimeoutError:
+        raise HiCacheError(f"the admin endpoint did not start within {DEPLOY_S:g} s; does the cluster have room for it?") from None
     cluster.admin_url = f"http://{at.host}:{port}"
 
 

@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 import ray
 
-from hicache_ray import lengths
+from hicache_ray.actors import answers
+from hicache_ray.actors.answers import Sought
 from hicache_ray.actors.driver import Driver
+from hicache_ray.actors.fences import Fences
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt, unknown_tenant
 from hicache_ray.actors.remote import answer
 from hicache_ray.actors.setup import capacities, settings_of, tenant_caps
 from hicache_ray.ask import ask, describe, tags_of
 from hicache_ray.cache import Cache
-from hicache_ray.errors import ConfigError, GroupLost, RequestRefused, StoreError
-from hicache_ray.explain import Explainer, differing_fields, foreign_fields, lacks_all
+from hicache_ray.errors import ConfigError, GroupLost, RequestRefused, StorageDetached, StoreError
+from hicache_ray.explain import Explainer, lacks_all
+from hicache_ray.explain_fields import foreign_fields
 from hicache_ray.group import Group
-from hicache_ray.keys import Namespace, page_keys, space_of
-from hicache_ray.match import match
-from hicache_ray.records import Clear, Lane, Lookup, Outcome, Record, Tokens, lane_of
+from hicache_ray.keys import Namespace, space_of
+from hicache_ray.records import Clear, Lane, Outcome, Record, lane_of
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER
 from hicache_ray.spec import Tier
 from hicache_ray.storage.connect import open_store
 from hicache_ray.storage.owned import PREFIX
@@ -37,6 +38,7 @@ from hicache_ray.story import Ended, Request, Sampled
 REOPEN_S = 5.0
 #: How long storage may take to tell what it knows of namespaces.
 DROP_S = 5.0
+AWAY = "storage is detached, so what it holds cannot be reached and nothing can be written to it; attach it first (POST /storage/attach)"
 
 
 @dataclass
@@ -63,10 +65,19 @@ class CoordinatorShell:
         self.ranks = RankHandles(())
         self.begun = Begun()
         self.attached = bool(setup.socket)
+        self._swap = asyncio.Lock()  # of whoever takes the store, gives it back or replaces it; each takes several steps
+        self._changes = 0  # of that
+        self._fences = Fences()
         self.explainer = Explainer(settings_of(setup.config), tenant_caps(setup.config))
 
     async def adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
-        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty."""
+        """Begin a new incarnation with these ranks, which have joined it; L1 and L2 start empty. Storage that was taken away stays away:
+        a coordinator that is new learns of it from the ranks, ranks that are new from their coordinator."""
+        async with self._swap:
+            await self._adopt(ranks, begun)
+        await asyncio.to_thread(self._describe)
+
+    async def _adopt(self, ranks: Sequence[Any], begun: Begun) -> None:
         if self.driver is not None:
             await self.driver.close()
         setup, self.begun = self.setup, begun
@@ -76,19 +87,21 @@ class CoordinatorShell:
         # One request runs, the others wait for it.
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.ranks = RankHandles(ranks)
-        self.driver = Driver(cache, self.ranks, self.store, self.tags, group, self.explainer)
-        if not self.attached:
-            await self.detach_storage()  # ranks that are new do not know
-        await asyncio.to_thread(self._describe)
+        driver = Driver(cache, self.ranks, self.store, self.tags, group, self.explainer)
+        if not (self.attached and begun.attached):
+            await self._detach(driver)
+        await self._fences.apply(driver)
+        self.driver = driver
 
     def _describe(self) -> None:
         """Readable records for whoever asks why something missed; storage may be down, then there are none."""
-        if self.store is None:
+        store = self.store
+        if store is None:
             return
         try:
-            describe(self.store, self.setup.spec, self.begun.recipe, 1.0)
+            describe(store, self.setup.spec, self.begun.recipe, 1.0)
             for namespace in (self.setup.namespace, *self.setup.tenants.values()):
-                self.store.describe(namespace.digest(), namespace.record(), 1.0)
+                store.describe(namespace.digest(), namespace.record(), 1.0)
         except StoreError:
             return
 
@@ -120,7 +133,18 @@ class CoordinatorShell:
         self._running().cancel(rid)
 
     async def flush(self, tiers: Sequence[str], timeout_s: float | None = None, preserve: bool = False) -> None:
+        """Complete when it returns. Raises :class:`StorageDetached` where storage is needed and away, or was taken away meanwhile."""
+        needed, changes = preserve or Tier.STORAGE.value in tiers, self._changes
+        if needed:
+            await self.require_storage()
         await self._running().flush([Tier(t) for t in tiers], timeout_s, preserve)
+        if needed and changes != self._changes:
+            raise StorageDetached("storage was detached during the flush, which is not complete; attach it and flush again")
+
+    async def require_storage(self) -> None:
+        """Raise :class:`StorageDetached` where storage was taken away; a deployment without any has nothing there either."""
+        if self.setup.socket and not self.attached:
+            raise StorageDetached(AWAY)
 
     async def forget_storage(self) -> None:
         """Somebody else has emptied L3: nothing counts as sealed any more."""
@@ -133,21 +157,27 @@ class CoordinatorShell:
         if f"/{PREFIX}{arena}/" not in self.setup.socket:
             return
         await self.forget_storage()
-        if self.store is None:
-            return
-        old, self.store = self.store, open_store(self.setup.socket)
-        if self.driver is not None:
-            self.driver.store = self.store
-        # Those that are dead or frozen are found by others.
-        calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
-        await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
+        async with self._swap:
+            if self.store is None:
+                return
+            old, self.store = self.store, open_store(self.setup.socket)
+            if self.driver is not None:
+                self.driver.store = self.store
+            # Those that are dead or frozen are found by others.
+            calls = (answer(rank.reopen_storage.remote(), REOPEN_S) for rank in self.ranks.handles)
+            await asyncio.gather(asyncio.to_thread(old.close), *calls, return_exceptions=True)
 
     async def detach_storage(self) -> None:
         """Take L3 away, with requests in flight: their reads end as misses. Returns when we and all ranks have let go of it."""
+        async with self._swap:
+            await self._detach(self.driver)
+
+    async def _detach(self, driver: Driver | None) -> None:
         self.attached = False
+        self._changes += 1
         old, self.store = self.store, None
-        if self.driver is not None:
-            self.driver.detach()
+        if driver is not None and not driver.lost:
+            driver.detach()
         calls = [answer(rank.detach_storage.remote(), REOPEN_S) for rank in self.ranks.handles]
         if old is not None:
             await asyncio.to_thread(old.close)
@@ -157,37 +187,41 @@ class CoordinatorShell:
         """L3 is there again, with whatever it holds. Raises :class:`ConfigError` where the deployment has none."""
         if not self.setup.socket:
             raise ConfigError("storage.backend is none, so there is no storage to attach; choose another backend and deploy again")
-        if self.attached:
-            return
-        await asyncio.gather(*(answer(rank.attach_storage.remote(), REOPEN_S) for rank in self.ranks.handles))
-        self.attached, self.store = True, open_store(self.setup.socket)
-        if self.driver is not None:
-            self.driver.attach(self.store)
+        async with self._swap:
+            if self.attached:
+                return
+            await asyncio.gather(*(answer(rank.attach_storage.remote(), REOPEN_S) for rank in self.ranks.handles))
+            self.attached, self.store = True, open_store(self.setup.socket)
+            if self.driver is not None and not self.driver.lost:
+                self.driver.attach(self.store)
         await asyncio.to_thread(self._describe)
 
     async def spaces(self, wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """Spaces (hex) of the namespaces, ours and those known to storage, whose records have these fields; with the records."""
+        """Spaces (hex) of the namespaces, ours and those known to storage, whose records have these fields; with the records. Raises
+        :class:`StorageDetached`: what is there is not known, and would be back with it."""
+        await self.require_storage()
         known: dict[bytes, Mapping[str, str]] = {}
-        if self.store is not None:
-            known |= dict(await asyncio.to_thread(self.store.described, DROP_S))
+        if (store := self.store) is not None:
+            known |= dict(await asyncio.to_thread(store.described, DROP_S))
         known |= {n.digest(): n.record() for n in (self.setup.namespace, *self.setup.tenants.values())}
         found = {d: r for d, r in known.items() if "page_size" in r and all(r.get(name) == value for name, value in wanted.items())}
         return {space_of(digest).hex(): dict(record) for digest, record in found.items()}
 
     async def begin_drop(self, space: str, timeout_s: float) -> dict[str, Any]:
         """Everything of a space has left L1 and L2 when it returns, and nothing of it is written to L3 until :meth:`end_drop`."""
-        gone = await self._running().drop(bytes.fromhex(space), timeout_s)
-        return {"name": gone.rid, "device": gone.device, "host": gone.host}
+        name, gone = await self._fences.begin(bytes.fromhex(space), timeout_s, self.driver, self.setup.first)
+        return {"name": name, "device": gone.device, "host": gone.host}
 
     async def end_drop(self, name: str) -> None:
         """L3 has been cleared. Raises where that took so long that the drop is void."""
-        self._running().lift(name)
+        self._fences.end(name, self.driver)
 
     async def clear_space(self, space: str, timeout_s: float) -> dict[str, int]:
         """Clear L3 of a space: how many objects were removed, and how many a scan finds afterwards. Raises :class:`StoreError`."""
-        if self.store is None:
-            return {"storage": 0, "left": 0}
         store, prefix = self.store, bytes.fromhex(space)
+        if store is None:
+            await self.require_storage()
+            return {"storage": 0, "left": 0}
         done = await asyncio.to_thread(ask, store, self.tags, Clear(0, "drop", timeout_s, prefix))
         if done.error:
             raise StoreError(f"storage could not be cleared: {done.error}")
@@ -198,38 +232,9 @@ class CoordinatorShell:
         return len(self._running().group.active())
 
     async def where(self, tokens: Sequence[int], tenant: str | None = None) -> dict[str, Any]:
-        """What each tier holds of a prompt: pages per component, and the length resumable from that tier alone. Changes nothing.
-
-        ``differs``: where L3 cannot give all of it, the fields of namespace or objects by which what it has of the prompt differs from what
-        this group reads.
-        """
-        driver, spec = self._running(), self.setup.spec
-        prompt = np.asarray(tokens, dtype=np.int32)
-        namespace = self._namespace(tenant)
-        path = driver.cache.path(page_keys(namespace, prompt), prompt)
-        settings = driver.cache.settings
-        allowed = lengths.within(len(prompt) + 1, spec.page_size, settings.step(spec))
-        found = match(driver.cache.res, path, allowed, not settings.exact)
-        differs: tuple[str, ...] = ()
-        if self.store is not None:
-            told: dict[str, tuple[int, ...]] = {}
-            for keys, names in driver.cache.questions(found):
-                answer = await asyncio.to_thread(ask, self.store, self.tags, Lookup(0, "where", keys, names, 2.0))
-                told |= answer.found
-            found = found.with_storage(told)
-            if found.longest(Tier.STORAGE) < found.ceiling:
-                differs = await self._differs(namespace, prompt)
-        held = {t.value: {name: bits.bit_count() for name, bits in found.present.get(t, {}).items()} for t in ORDER}
-        resumable = {t.value: found.longest(t) * spec.page_size for t in ORDER}
-        return {"held": held, "resumable": resumable, "pages": len(found.keys), "differs": differs}
-
-    async def _differs(self, namespace: Namespace, prompt: Tokens) -> tuple[str, ...]:
-        setup = self.setup
-        assert self.store is not None
-        try:
-            return await asyncio.to_thread(differing_fields, self.store, namespace, prompt, setup.spec, self.begun.recipe)
-        except StoreError:
-            return ()
+        """What each tier holds of a prompt (:func:`hicache_ray.actors.answers.where`)."""
+        prompt, namespace = np.asarray(tokens, dtype=np.int32), self._namespace(tenant)
+        return await answers.where(self._running(), self.store, Sought(prompt, namespace, self.tags, self.begun.recipe))
 
     async def explain(self, rid: str) -> dict[str, Any] | None:
         """Why a request that has ended here went as it did, as :mod:`hicache_ray.explain` tells it; None where it is not known (any more).
@@ -247,37 +252,11 @@ class CoordinatorShell:
         return self.explainer.explain(rid, differs)
 
     async def stats(self) -> dict[str, Any]:
-        """Per tier and component: capacity and use in pages, and counters; tokens by source; calls to ranks and storage.
-
-        ``requests``: served since the incarnation began; ``active``: under way; ``tenants``: tokens by source
-        of each; ``attached``: whether L3 is; ``restarted``: why there had to be a new incarnation.
-        """
-        driver = self._running()
-        res = driver.cache.res
-        tiers: dict[str, dict[str, Any]] = {}
-        for (tier, name), counters in res.counters.items():
-            row = asdict(counters)
-            if (tier, name) in res.pools:
-                pool = res.pools[(tier, name)]
-                row |= {"capacity": pool.capacity, "used": pool.cached, "held": pool.held, "free": pool.free}
-                row["used_other"] = res.others((tier, name))
-            row["regretted"] = driver.group.ledger.regretted[(tier, name)]
-            row["page_bytes"] = self.setup.spec[name].page_bytes(self.setup.spec.page_size)
-            tiers.setdefault(tier.value, {})[name] = row
+        """The group's numbers (:func:`hicache_ray.actors.answers.stats`); ``attached``: whether it has L3; where its actors are;
+        ``restarted``: why there had to be a new incarnation."""
         return {
-            "incarnation": driver.group.incarnation,
-            "requests": driver.cache.requests,
-            "active": len(driver.group.active()),
-            "tokens": dict(driver.cache.tokens),
-            "tenants": {name: dict(row) for name, row in driver.cache.tenants.items()},
+            **answers.stats(self._running()),
             "attached": self.attached,
-            "tiers": tiers,
-            "calls": dict(driver.calls),
-            "leases": len(res.leases.open()),
-            "fetches": {**asdict(driver.cache.restore.fetches.counters), "tokens": driver.cache.restore.fetches.tokens},
-            "waits": driver.cache.descent.waits,
-            "persisting": driver.cache.descent.persisting,
-            "lost": driver.lost,
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "rank_pids": list(self.begun.pids),

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -40,19 +40,26 @@ class ClusterBackend:
     def config(self) -> Mapping[str, Any]:
         return self._shown
 
-    async def flush(self, tiers: Sequence[str], timeout_s: float | None) -> int:
+    async def flush(self, tiers: Sequence[str], timeout_s: float | None, preserve: bool = False) -> int:
         replicas = await self._some_coordinators()
+        if preserve or STORAGE in tiers:
+            await self._all(replicas, "require_storage", wait_s=ASK_S)
         if timeout_s is None:
-            busy = [name for name, n in (await self._ask(replicas, "active")).items() if n]
+            # Whoever does not say will not flush either.
+            busy = [name for name, n in (await self._ask(replicas, "active")).items() if n and not isinstance(n, Exception)]
             if busy:
                 raise Busy(f"requests are under way on {len(busy)} of {len(replicas)} replicas; give timeout_s to wait for them")
         # First all empty what is their own, and have nothing in flight from before; then one of them empties the stores of all nodes.
         near = [tier for tier in tiers if tier != STORAGE]
-        await self._all(replicas, "flush", near, timeout_s, wait_s=(timeout_s or FLUSH_S) + ASK_S)
+        await self._all(replicas, "flush", near, timeout_s, preserve, wait_s=(timeout_s or FLUSH_S) + ASK_S + (FLUSH_S if preserve else 0))
         if STORAGE in tiers:
             name, first = next(iter(replicas.items()))
             await self._all({name: first}, "flush", [STORAGE], timeout_s or FLUSH_S, wait_s=(timeout_s or FLUSH_S) + FLUSH_S + ASK_S)
-            await self._ask(replicas, "forget_storage")
+            # Those as well that have begun meanwhile: they may know what was there before.
+            await self._all(await self._some_coordinators(), "forget_storage", wait_s=ASK_S)
+            if headless := (await self._found()).headless:
+                # Its ranks may still write what they were told to by a coordinator that is gone.
+                raise HiCacheError(f"replica {headless[0]} is being started anew and may have written to storage; flush again")
         return len(replicas)
 
     async def drop(self, fields: Mapping[str, str]) -> Mapping[str, Any]:
@@ -65,9 +72,7 @@ class ClusterBackend:
             spaces |= found
         if not spaces:
             raise UnknownNamespace(f"there is no namespace with {', '.join(f'{k} {v!r}' for k, v in fields.items())}; nothing was dropped")
-        removed = await dropping.drop(replicas, sorted(spaces))
-        if set(await self._coordinators()) - set(replicas):
-            raise HiCacheError("a replica began during the drop and may have read what was dropped; drop again")
+        removed = await dropping.drop(self._found, sorted(spaces))
         left = removed.pop("left")
         return {"dropped": list(spaces.values()), "removed": removed, "left": left, "replicas": len(replicas)}
 
@@ -89,8 +94,8 @@ class ClusterBackend:
         return replicas
 
     async def stats(self) -> Mapping[str, Any]:
-        replicas = await self._ask(await self._coordinators(), "stats")
-        stores = await self._ask(await self._named(lambda n: names.is_storage(n, self._store)), "stats")
+        replicas = _shown(await self._ask(await self._coordinators(), "stats"))
+        stores = _shown(await self._ask(await self._named(lambda n: names.is_storage(n, self._store)), "stats"))
         totals = {"device": 0, "host": 0, "storage": 0, "computed": 0}
         for row in replicas.values():
             for source, count in row.get("tokens", {}).items():
@@ -99,12 +104,12 @@ class ClusterBackend:
         return {"tokens": totals, "requests": requests, "replicas": replicas, "storage": stores, "gateway": {"pid": os.getpid()}}
 
     async def where(self, tokens: Sequence[int], tenant: str | None = None) -> Mapping[str, Any]:
-        return await self._ask(await self._coordinators(), "where", list(tokens), tenant)
+        return _shown(await self._ask(await self._coordinators(), "where", list(tokens), tenant))
 
     async def explain(self, rid: str) -> Mapping[str, Any]:
         answers = await self._ask(await self._some_coordinators(), "explain", rid)
         for replica, told in answers.items():
-            if isinstance(told, dict) and "request_id" in told:
+            if isinstance(told, dict):
                 return {"replica": replica, **told}
         if silent := [replica for replica, told in answers.items() if told is not None]:
             raise HiCacheError(f"replica {', '.join(silent)} did not say whether it knows the request; try again")
@@ -113,29 +118,49 @@ class ClusterBackend:
     async def _coordinators(self) -> Mapping[str, Any]:
         return await self._named(lambda n: names.is_coordinator(n, self._app))
 
+    async def _found(self) -> dropping.Found:
+        """All replicas, also those that have no coordinator at this moment."""
+        app = self._app
+        actors = await self._named(lambda n: names.is_coordinator(n, app) or names.replica_of_rank(n, app) is not None)
+        coordinators = {_replica(name): actor for name, actor in actors.items() if names.is_coordinator(name, app)}
+        replicas = {replica for name in actors if (replica := names.replica_of_rank(name, app)) is not None}
+        return dropping.Found(list(coordinators.values()), sorted(replicas - set(coordinators)))
+
     async def _named(self, wanted: Any) -> Mapping[str, Any]:
         """Living actors by name; the question blocks, so it is asked beside the loop. Raises :class:`HiCacheError`."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(living, wanted), ASK_S)
         except asyncio.TimeoutError:
-            raise HiCacheError(f"Ray's control service did not answer within {ASK_S:g} s") from None
+            raise HiCacheError(f"Ray's control service did not answer within {ASK_S:g} s; try again") from None
+        except (ray.exceptions.RayError, RuntimeError) as error:
+            raise HiCacheError(f"Ray's control service could not be asked: {type(error).__name__}: {error}; try again") from error
 
     async def _ask(self, actors: Mapping[str, Any], method: str, *args: Any) -> dict[str, Any]:
-        """The answers of all; an actor that does not answer is answered for with an ``error`` (questions), or left out (counts)."""
+        """The answers of all; in the place of one that cannot be had, why not."""
 
         async def one(actor: Any) -> Any:
             try:
                 return await answer(getattr(actor, method).remote(*args), ASK_S)
-            except (ray.exceptions.RayError, HiCacheError, asyncio.TimeoutError) as error:
-                return {"error": f"{type(error).__name__}: {error}"} if method in ("stats", "where") else 0
+            except Exception as error:  # of one that is dead, or frozen, or wrong: the others are worth knowing
+                return error
 
         answers = await asyncio.gather(*(one(a) for a in actors.values()))
-        return {name.rsplit(":", 1)[-1]: answer for name, answer in zip(actors, answers, strict=True)}
+        return {_replica(name): answer for name, answer in zip(actors, answers, strict=True)}
+
+
+def _replica(name: str) -> str:
+    """Of a coordinator's name; or the node, of a store's."""
+    return name.rpartition(":")[2]
+
+
+def _shown(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """For people: an error as a row."""
+    return {name: {"error": f"{type(told).__name__}: {told}"} if isinstance(told, Exception) else told for name, told in answers.items()}
 
 
 def _require_all(outcomes: Mapping[str, Any]) -> None:
     """Raise what kept a replica from doing it: that it is busy first of all, since the caller can do something about that."""
-    errors = {name.rsplit(":", 1)[-1]: error for name, error in outcomes.items() if isinstance(error, BaseException)}
+    errors = {_replica(name): error for name, error in outcomes.items() if isinstance(error, BaseException)}
     for name, error in sorted(errors.items(), key=lambda item: not isinstance(item[1], Busy)):
         if isinstance(error, HiCacheError):
             raise error
@@ -153,7 +178,7 @@ class GatewaySetup:
     shown: Mapping[str, Any]
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
 
 
 class GatewayShell:

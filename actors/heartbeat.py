@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hicache_ray.errors import HiCacheError
 from hicache_ray.storage.members import Member
 from hicache_ray.storage.node_config import NodeAddress
 
@@ -69,10 +68,10 @@ class Heartbeat:
             try:
                 self.beat()
                 well = True
-            except HiCacheError as error:
+            except Exception as error:  # whatever it is: a node that beats no more is gone for the others
                 self.missed += 1
                 if well:
-                    log.warning("the storage of this node does not reach its directory and tries on: %s", error)
+                    log.warning("the storage of this node does not reach its directory and tries on: %s: %s", type(error).__name__, error)
                 well = False
             if self._stopping.wait(BEAT_S):
                 return

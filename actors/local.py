@@ -1,4 +1,5 @@
-"""A Ray of our own on this machine: started for one tier, and ended with every process and file that it has made."""
+"""A Ray of our own on this machine: started for one tier, and ended with every process and file that it has made. And what can be told
+beforehand of one that is to be joined."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ SPARE_CPUS = 4
 OBJECT_STORE_BYTES = 128 << 20
 #: Where the niceness of Ray's workers is set.
 NICENESS = "RAY_worker_niceness"
+#: Longest wait for the answer of a cluster that is to be joined.
+REACH_S = 5.0
 #: How long the processes of a Ray that has been shut down may take to end by themselves.
 END_S = 3.0
 
@@ -40,6 +43,21 @@ def check_ports(config: Config) -> None:
             if error.errno != errno.EADDRINUSE:
                 why = f"cannot be bound ({error.strerror}); choose another {section}.host or {section}.port"
             raise ConfigError(f"{section}.port is {at.port}, and {at.host}:{at.port} {why}") from error
+
+
+def no_cluster(address: str, why: str) -> ConfigError:
+    return ConfigError(f"no Ray cluster can be joined at {address}: {why}; start one with ray start --head, or give another --address")
+
+
+def check_address(address: str) -> None:
+    """Where it names host and port, refuse one at which nobody listens: Ray itself would try for minutes. Raises :class:`ConfigError`."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise no_cluster(address, str(error)) from error
 
 
 @dataclass

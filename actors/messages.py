@@ -13,13 +13,15 @@ from hicache_ray.spec import CacheSpec
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none. ``tenants``: the namespace of each."""
+    """What a coordinator needs to know of its group. ``socket``: of the arena, empty for none. ``tenants``: the namespace of each.
+    ``first``: no incarnation has been before, so nothing of one can be under way."""
 
     config: Config
     spec: CacheSpec
     namespace: Namespace
     socket: str
     tenants: Mapping[str, Namespace] = field(default_factory=dict)
+    first: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,23 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """A rank has joined an incarnation. ``attached``: whether it has storage; one that has lost it keeps away from it."""
+
+    pid: int
+    attached: bool
+
+
+@dataclass(frozen=True)
 class Begun:
     """A new incarnation. ``recipe``: of the canonical bytes, which the ranks' engine tells; ``pids``: the ranks' processes; ``why``: what
-    ended the one before, empty for the first."""
+    ended the one before, empty for the first; ``attached``: whether all ranks have storage: it was not taken away before."""
 
     incarnation: int = 0
     recipe: Mapping[str, str] = field(default_factory=dict)
     pids: tuple[int, ...] = ()
     why: str = ""
+    attached: bool = True
 
 
 def unknown_tenant(name: str, known: Iterable[str]) -> str:

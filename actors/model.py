@@ -25,7 +25,11 @@ def read_spec(config: Config, folder: str) -> tuple[str, CacheSpec]:
     command += ["--dtype", config.model.dtype, "--tp", str(config.model.tp), "--page-size", str(config.cache.page_size)]
     command += [] if config.model.path else ["--make"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, check=False, env=env)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, check=False, env=env)
+    except subprocess.TimeoutExpired:
+        where = config.model.path or folder
+        raise HiCacheError(f"the model could not be prepared within {PREPARE_S:g} s; is the disk of {where} slow?") from None
     try:
         answer = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):

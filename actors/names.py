@@ -24,6 +24,12 @@ def ranks(app: str, replica: str, rank: int) -> str:
     return f"{PREFIX}:rank:{app}:{replica}:{rank}:"
 
 
+def replica_of_rank(name: str, app: str) -> str | None:
+    """Whose rank an actor is; None where it is no rank of this application."""
+    kind, _, rest = name.rpartition(f":rank:{app}:")
+    return rest.partition(":")[0] if kind == PREFIX and rest.count(":") == 2 else None
+
+
 def rank(app: str, replica: str, rank: int, incarnation: int) -> str:
     """A rank keeps its name for as long as it lives; ``incarnation``: of the group, when it was made."""
     return f"{ranks(app, replica, rank)}{incarnation}"

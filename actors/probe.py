@@ -20,6 +20,7 @@ from hicache_ray.actors.cluster import Cluster, Progress, quiet
 from hicache_ray.config import Config
 from hicache_ray.config_sources import changed
 from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.interrupts import Interrupts
 from hicache_ray.probe_result import Result, Step
 from hicache_ray.spec import Kind
 
@@ -60,11 +61,13 @@ def sized(config: Config, prompt_tokens: int, given: frozenset[str] = frozenset(
     return changed(config, {name: value for name, value in wanted.items() if name not in given})
 
 
-def run(config: Config, prompt_tokens: int, progress: Progress = quiet) -> Result:
+def run(config: Config, prompt_tokens: int, progress: Progress = quiet, interrupts: Interrupts | None = None) -> Result:
     """Start a tier, probe it, stop it. Raises :class:`HiCacheError` when a step cannot be carried out at all."""
     check(config, prompt_tokens)
+    interrupts = interrupts or Interrupts()
     # A tier of its own, for nobody's clients: its requests need no key.
-    with cluster.start(config.model_copy(update={"tenants": {}}), progress=progress) as running:
+    ours = config.model_copy(update={"tenants": {}})
+    with cluster.start(ours, progress=progress, interrupts=interrupts) as running, interrupts.raising():
         return Probe(running, prompt_tokens, progress).run()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from hicache_ray.actors.messages import Joined
 from hicache_ray.config import Config
 from hicache_ray.errors import GroupLost
 from hicache_ray.lease import Place
@@ -54,7 +55,9 @@ class RankShell:
         self.lock = threading.Lock()
         self.running = 0
         self.store: Store | None = None
+        self.executor: Any = None
         self.attached = bool(setup.socket)
+        self.swap = threading.Lock()  # of whoever changes the two above, or the store of the third
 
     @ray.method(concurrency_group="compute")
     def load(self) -> dict[str, Any]:
@@ -81,11 +84,10 @@ class RankShell:
         return {"spec": loaded.spec, "engine": fingerprint(loaded.model), "note": self.mover.note, "pid": os.getpid()}
 
     @ray.method(concurrency_group="compute")
-    def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> int:
+    def join(self, port: int, incarnation: int, recipe: Mapping[str, str], address: str = "127.0.0.1") -> Joined:
         """Enter the group of this incarnation, on a new port; whatever an earlier one still asks for is refused from now on.
 
-        Returns the id of this process. Raises :class:`~hicache_ray.errors.LayoutBroken` where pages do not survive the way through the
-        tiers.
+        Raises :class:`~hicache_ray.errors.LayoutBroken` where pages do not survive the way through the tiers.
         """
         from hicache_ray.ask import tags_of
         from hicache_ray.executor import Executor, Rank
@@ -96,10 +98,11 @@ class RankShell:
         leave()
         setup = self.setup
         tags = {name: of[setup.rank] for name, of in tags_of(self.spec, recipe).items()}
-        if self.store is None and self.attached:
-            self.store = open_store(setup.socket)
         rank = Rank(setup.rank, self.spec, self.pools, tags, setup.config.storage.batch)
-        self.executor = Executor(rank, self.mover, self.store, self.engine.run, time.monotonic)
+        executor = Executor(rank, self.mover, None, self.engine.run, time.monotonic)
+        with self.swap:
+            self.executor = executor
+            self._use(open_store(setup.socket) if self.store is None and self.attached else self.store)
         if note := self_test(rank, self.executor, secrets.token_hex(16), setup.config.cache.lookup_deadline_s):
             log.warning("rank %d: %s", setup.rank, note)
         engine = setup.config.engine
@@ -108,7 +111,7 @@ class RankShell:
         if warm_up := getattr(self.store, "warm_up", None):
             warm_up(WARM_UP_S)  # the loops of its copies, which would otherwise be loaded beside the first of them
         self.incarnation = incarnation
-        return os.getpid()
+        return Joined(os.getpid(), self.attached)
 
     def _warm_up(self) -> None:
         """One short forward on all ranks together, so that first-use costs do not fall on a request. The pools are still empty."""
@@ -161,26 +164,35 @@ class RankShell:
     @ray.method(concurrency_group="control")
     def reopen_storage(self) -> None:
         """Let go of a dead incarnation of storage and of its memory. Transfers under way fail; later ones look for the next."""
-        old = self.store
-        if old is None:
-            return
-        self.store = self.executor.store = open_store(self.setup.socket)
+        with self.swap:
+            old = self.store
+            if old is None:
+                return
+            self._use(open_store(self.setup.socket))
         old.close()
+
+    def _use(self, store: Store | None) -> None:
+        """What is executed from now on finds this one; whatever runs keeps the one that it has begun with."""
+        self.store = store
+        if self.executor is not None:
+            self.executor.store = store
 
     @ray.method(concurrency_group="control")
     def detach_storage(self) -> None:
         """Let go of storage and its memory. Transfers under way fail, later ones are refused."""
-        self.attached = False
-        old, self.store = self.store, None
+        with self.swap:
+            self.attached = False
+            old = self.store
+            self._use(None)
         if old is not None:
-            self.executor.store = None
             old.close()
 
     @ray.method(concurrency_group="control")
     def attach_storage(self) -> None:
-        self.attached = True
-        if self.store is None:
-            self.store = self.executor.store = open_store(self.setup.socket)
+        with self.swap:
+            self.attached = True
+            if self.store is None:
+                self._use(open_store(self.setup.socket))
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:

@@ -124,8 +124,9 @@ class CacheGroup:
             self._recipe = dict(recipe_of(self.config, loaded[0]["engine"]))
         port, patience_s = _free_port(), drain_s(self.config) + JOIN_S
         joining = [r.join.remote(port, self._tried, self._recipe) for r in ranks]
-        pids = await together(ranks, joining, patience_s, "meet")
-        adopting = [self.coordinator.adopt.remote(ranks, Begun(self._tried, self._recipe, tuple(pids), why))]
+        joined = await together(ranks, joining, patience_s, "meet")
+        begun = Begun(self._tried, self._recipe, tuple(j.pid for j in joined), why, all(j.attached for j in joined))
+        adopting = [self.coordinator.adopt.remote(ranks, begun)]
         await together([self.coordinator], adopting, ADOPT_S, "start the coordinator")
         self.incarnation = self._tried
 
@@ -166,7 +167,7 @@ class CacheGroup:
             self.coordinator = None
         namespace = namespace_of(self.config, self.prepared.model_id)
         tenants = tenant_namespaces(self.config, namespace)
-        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket, tenants)
+        setup = GroupSetup(self.config, self.prepared.spec, namespace, self.place.socket, tenants, first=not self.incarnation)
         name = names.coordinator(self.place.app, self.place.replica)
         until = asyncio.get_running_loop().time() + NAME_S
         while True:

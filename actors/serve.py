@@ -6,6 +6,7 @@ Subclass :class:`HiCacheDeployment` to put your own front on the tier.
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 import time
 import uuid
@@ -21,13 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.util import get_current_placement_group
 
+from hicache_ray import machine
 from hicache_ray.actors import storage
 from hicache_ray.actors.messages import Prompt, unknown_tenant
 from hicache_ray.actors.replica import CacheGroup, Place
-from hicache_ray.actors.setup import Prepared
+from hicache_ray.actors.setup import Prepared, fitted_on_node, host_bytes
 from hicache_ray.config import Config
 from hicache_ray.errors import Busy, Cancelled, CapacityError, EngineError, GroupLost, RequestRefused
 from hicache_ray.records import Embedded
+
+log = logging.getLogger("hicache_ray.actors")
 
 
 class DuplicateId(Busy):
@@ -106,9 +110,17 @@ class HiCacheDeployment:
     async def _start(self) -> None:
         if self.config.storage.backend != "none":
             node = ray.get_runtime_context().get_node_id()
-            found = await asyncio.to_thread(storage.ensure, self.config, node)  # the first replica on a node makes it
+            found = await asyncio.to_thread(storage.ensure, self.config, node, self.group.prepared.model_id)  # the first on a node makes it
             self.group.place = replace(self.group.place, socket=found.socket)
+        self.group.config = await asyncio.to_thread(self._fitted)
         await self.group.start()
+
+    def _fitted(self) -> Config:
+        """The configuration with host pools that this node has memory for; its ranks are here as well."""
+        config, spec = fitted_on_node(self.config, self.group.prepared, machine.memory()), self.group.prepared.spec
+        if (have := host_bytes(config, spec)) < (wanted := host_bytes(self.config, spec)):
+            log.warning("host pools of a rank take %d bytes here, not the %d of cache.host_ratio: the node has no more free", have, wanted)
+        return config
 
     async def check_health(self) -> None:
         """Called by Serve now and then. The replica heals its group itself, so only a start that failed is reported."""

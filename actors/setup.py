@@ -34,11 +34,13 @@ HOLD_S, HOLD_MARGIN_S = 30.0, 10.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model folder and the cache spec of its ranks. ``model_id`` names the weights."""
+    """A model folder and the cache spec of its ranks. ``model_id`` names the weights. ``fitted``: the host pools were sized for the machine
+    that all ranks are on; else each replica does it on its own node."""
 
     folder: str
     spec: CacheSpec
     model_id: str
+    fitted: bool = False
 
 
 def settings_of(config: Config) -> Settings:
@@ -119,10 +121,21 @@ def fitted(config: Config, spec: CacheSpec, memory: sizing.Memory, ranks: int) -
     if host_bytes(config, spec) <= share:
         return config
     if not share:
-        raise ConfigError(
-            f"this node has {memory.free:,} bytes free ({memory.limit}), no more than cache.host_reserve; lower that"
-        )
+        raise ConfigError(f"this node has {memory.free:,} bytes free ({memory.limit}), no more than cache.host_reserve; lower that")
     return changed(config, {"cache.host_size": share})
+
+
+def fitted_on_node(config: Config, prepared: Prepared, memory: sizing.Memory) -> Config:
+    """The configuration of a replica all of whose ranks are on this node, which has ``memory``. Raises :class:`ConfigError`, naming the
+    node, where it is too small."""
+    if prepared.fitted:
+        return config
+    try:
+        found = fitted(config, prepared.spec, memory, config.model.tp)
+        check_capacities(found, prepared.spec)
+    except ConfigError as error:
+        raise ConfigError(f"on node {os.uname().nodename}: {error}") from error
+    return found
 
 
 def check_capacities(config: Config, spec: CacheSpec) -> None:
@@ -191,8 +204,9 @@ def arena_config(config: Config, here: Here | None = None) -> ArenaConfig:
     )
 
 
-def node_config(config: Config, here: Here, token: str) -> NodeConfig:
-    """Settings of a node's storage; to be called on that node. ``token``: of the cluster's stores. Raises :class:`ConfigError`."""
+def node_config(config: Config, here: Here, token: str, records: Mapping[bytes, Mapping[str, str]] | None = None) -> NodeConfig:
+    """Settings of a node's storage; to be called on that node. ``token``: of the cluster's stores. ``records``: see
+    :func:`space_records`. Raises :class:`ConfigError`."""
     store = config.storage
     domain = here.labels.get(store.label, "") if store.label else ""
     return NodeConfig(
@@ -207,6 +221,7 @@ def node_config(config: Config, here: Here, token: str) -> NodeConfig:
         flight_port=store.flight_port,
         disk=disk_config(config, here),
         write_behind_bytes=store.write_behind or max(store.size // 4, 1),
+        records=records or {},
     )
 
 
@@ -254,6 +269,12 @@ def tenant_namespaces(config: Config, base: Namespace) -> Mapping[str, Namespace
         secret = tenant.salt.get_secret_value()
         out[name] = replace(base, tenant=name, salt=f"{len(base.salt)}:{base.salt}:{secret}" if base.salt else secret)
     return out
+
+
+def space_records(config: Config, model_id: str) -> Mapping[bytes, Mapping[str, str]]:
+    """Records, by digest, of the namespaces of a deployment: with them a store knows from its start whose bytes it keeps."""
+    base = namespace_of(config, model_id)
+    return {space.digest(): space.record() for space in (base, *tenant_namespaces(config, base).values())}
 
 
 def tenant_caps(config: Config) -> Mapping[str, int]:

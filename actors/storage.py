@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -18,34 +18,36 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hicache_ray.actors import directory, names
 from hicache_ray.actors.heartbeat import CALL_S, Heartbeat
 from hicache_ray.actors.remote import cause, living
-from hicache_ray.actors.setup import LOOPBACK, SHARED_MEMORY, Here, arena_name, node_config
+from hicache_ray.actors.setup import LOOPBACK, SHARED_MEMORY, Here, arena_name, node_config, space_records
 from hicache_ray.config import Config
-from hicache_ray.errors import ConfigError, StoreError
+from hicache_ray.errors import StoreError
 from hicache_ray.storage.owned import PREFIX
 from hicache_ray.storage.owned import sweep as sweep_directory
 from hicache_ray.storage.runtime import StorageNode
 
 log = logging.getLogger("hicache_ray.actors")
+T = TypeVar("T")
 
 START_S = 60.0
-#: Longest wait for those who use storage to let go of a dead incarnation, and for its memory to become free.
-TELL_S = 10.0
-ROOM_S = 60.0
+#: Longest wait for the memory of a dead incarnation to become free, and how often it is looked for.
+ROOM_S, RETRY_S = 60.0, 0.2
 SWEEP_S = 15.0
 #: An actor that does not close itself within this time is killed; longer where it may have a disk to write to.
 CLOSE_S, DISK_CLOSE_S = 5.0, 15.0
+
+Records = Mapping[bytes, Mapping[str, str]]
 
 
 class StorageShell:
     """Lives until :meth:`close` and ``ray.kill``; Ray starts it anew after a crash, with a new incarnation and what its disk kept."""
 
-    def __init__(self, config: Config, node: str) -> None:
-        here = where(node)
+    def __init__(self, config: Config, node: str, records: Records) -> None:
+        """``records``: of the namespaces, known from the start of every incarnation."""
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            tell_coordinators(config, here)
-            self.node = _start_again(config, here)
+            told: list[Here] = []
+            self.node = persistently(lambda: _start_again(config, node, records, told))
         else:
-            self.node = _start(config, here)
+            self.node = _start(config, where(node), records)
         self.heart = Heartbeat(self.node, registrar(config.storage.name)).start()
 
     def address(self) -> dict[str, str]:
@@ -94,32 +96,43 @@ def registrar(store: str) -> Callable[[Mapping[str, str]], Mapping[str, Any]]:
 
 def tell_coordinators(config: Config, here: Here) -> None:
     """L3 may begin empty after a crash, while the coordinators of this node believe of some pages that it has them, and they and their
-    ranks still hold the memory of the dead incarnation. Best effort: who does not answer is dead, or has not begun."""
+    ranks still hold the memory of the dead incarnation. Best effort: who does not hear it is dead, or has not begun. Nobody's answer is
+    waited for: where their memory is what we lack, :func:`persistently` waits for that."""
     arena = arena_name(config, here.node)
-    told = [actor.storage_died.remote(arena) for actor in living(names.is_any_coordinator).values()]
-    if told:
-        ray.wait(told, num_returns=len(told), timeout=TELL_S)
+    for actor in living(names.is_any_coordinator).values():
+        actor.storage_died.remote(arena)
 
 
-def _start(config: Config, here: Here) -> StorageNode:
+def _start(config: Config, here: Here, records: Records) -> StorageNode:
     try:
         token = ray.get(directory.find(config.storage.name).token.remote(), timeout=START_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise StoreError(f"the directory of store {config.storage.name} did not answer: {cause(error)}") from error
-    return StorageNode(node_config(config, here, token)).start()
+    return StorageNode(node_config(config, here, token, records)).start()
 
 
-def _start_again(config: Config, here: Here) -> StorageNode:
-    """The memory of the dead incarnation is free only when its last reader has let go of it; until then there may be no room."""
+def _start_again(config: Config, node: str, records: Records, told: list[Here]) -> StorageNode:
+    """In the place of a dead incarnation. ``told``: filled when those who use it have been told, which once is enough."""
+    here = where(node)
+    if not told:
+        tell_coordinators(config, here)
+        told.append(here)
+    return _start(config, here, records)
+
+
+def persistently(start: Callable[[], T]) -> T:
+    """What an actor that Ray has started anew begins with. It is tried for some time: the memory of the dead incarnation is free only when
+    its last reader has let go of it. An error that left the constructor, whatever it is, would be the end of the actor for good; so the
+    process ends, and Ray tries anew."""
     until = time.monotonic() + ROOM_S
     while True:
         try:
-            return _start(config, here)
-        except (ConfigError, StoreError) as error:
+            return start()
+        except Exception as error:
             if time.monotonic() > until:
-                log.error("storage cannot start again, Ray tries anew: %s", error)
-                os._exit(1)  # an error raised here would be for good
-            time.sleep(0.2)
+                log.error("storage cannot start again, Ray tries anew: %s: %s", type(error).__name__, error)
+                os._exit(1)
+            time.sleep(RETRY_S)
 
 
 def sweep(folder: str | None, store: str, timeout_s: float = SWEEP_S) -> None:
@@ -148,9 +161,10 @@ class Ensured:
     socket: str
 
 
-def ensure(config: Config, node: str) -> Ensured:
-    """The storage actor of a node, and the directory of its store, made if there is none. Raises :class:`StoreError` when it does not come
-    up."""
+def ensure(config: Config, node: str, model_id: str | None = None) -> Ensured:
+    """The storage actor of a node, and the directory of its store, made if there is none. ``model_id``: of the model that is served, None
+    where that is not known: then the store learns whose bytes it keeps from whoever describes them. Raises :class:`StoreError` when it
+    does not come up."""
     store = config.storage.name
     directory.ensure(store, node)
     name = names.storage(store, node)
@@ -161,7 +175,7 @@ def ensure(config: Config, node: str) -> Ensured:
         lifetime="detached",
         get_if_exists=True,
         scheduling_strategy=on(node),
-    ).remote(config, node)
+    ).remote(config, node, {} if model_id is None else space_records(config, model_id))
     try:
         address = ray.get(actor.address.remote(), timeout=START_S)
     except (ray.exceptions.RayError, TimeoutError) as error:

@@ -207,6 +207,7 @@ def _service() -> Iterator[str]:
 def _serve(folder: str) -> None:
     config = ArenaConfig(f"bench-{os.getpid()}", ARENA_BYTES, socket_dir=folder, prefault="start")
     with ArenaService(config) as service:
+        service.node.warm_up(TIMEOUT_S)
         print(service.address.socket, flush=True)
         sys.stdin.read()
 

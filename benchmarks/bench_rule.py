@@ -43,7 +43,7 @@ def run() -> list[Row]:
     local = match(res, Path(keys), allowed, False)
 
     def rule_and_plan() -> plan.Plan:
-        return plan.choose(local.with_storage(found), 4, lambda _: Limit.NONE)
+        return plan.choose(local.with_storage(found), 4)
 
     chosen = rule_and_plan()
     if not len(keys) // 2 < chosen.length < len(keys):

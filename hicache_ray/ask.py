@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hicache_ray.errors import StoreError
+from hicache_ray.errors import StoreError, StoreTimeout
 from hicache_ray.keys import ANY, CANONICAL, object_record, tag_of, tagged
 from hicache_ray.records import Clear, Lookup, Outcome
 from hicache_ray.spec import CacheSpec, Component
@@ -39,4 +39,4 @@ def ask(store: Store, tags: Mapping[str, tuple[bytes, ...]], record: Lookup | Cl
         found = {c: tuple(answers[t].hit for t in tags[c]) for c in record.components}
         return Outcome(found=found, retry=any(answer.retry for answer in answers.values()))
     except StoreError as error:
-        return Outcome(error=str(error))
+        return Outcome(error=str(error), late=isinstance(error, StoreTimeout))

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from hicache_ray import lengths
 from hicache_ray.index import ABSENT, from_bits
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path
 from hicache_ray.spec import Kind, Tier

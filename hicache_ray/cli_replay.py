@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray import cli_out
+from hicache_ray.errors import ConfigError
 from hicache_ray.replay import Replay, Replayed, Sizes
 from hicache_ray.settings import Eviction
 from hicache_ray.trace import BLOCK, Ceiling, ceiling, read
-
-#: Columns of a table that goes to a file or a pipe.
-WIDTH = 120
 
 
 def register(app: typer.Typer) -> None:
@@ -36,15 +32,16 @@ def replay(
     host: Annotated[int, typer.Option(min=0, help="size of a host tier behind the device, in blocks; 0: none")] = 0,
     storage: Annotated[bool, typer.Option("--storage", help="storage without bound behind the host (--host)")] = False,
     block: Annotated[int, typer.Option(min=1, help="tokens in a block of the trace")] = BLOCK,
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the result as JSON; - for stdout")] = None,
+    json_to: cli_out.JsonTo = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="draw the hit ratio over the capacity for each policy")] = None,
 ) -> None:
     """Tell which share of a trace's blocks each eviction policy would have served. The core decides as in production; no byte moves.
 
     A hit is a whole block that need not be computed; at least one token of each prompt is. The ratio is hits over all blocks.
     """
-    console = Console(stderr=True, highlight=False)
-    try:
+    console = cli_out.err()
+    with cli_out.ended_well():
+        cli_out.check_json(json_to)
         sizes = [Sizes(device, host, storage) for device in _numbers(capacity)]
         policies = _policies(policy)
         requests = read(file, block)
@@ -58,14 +55,8 @@ def replay(
             from hicache_ray.cli_plot import draw
 
             draw(plot, Path(file).name, runs, limits)
-        _write(json_to, to_json(file, limits, runs))
-    except HiCacheError as error:
-        console.print(f"hicache-ray: {error}", style="bold red", markup=False)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    out = Console(stderr=json_to == "-", highlight=False)
-    (out if out.is_terminal else Console(stderr=json_to == "-", highlight=False, width=WIDTH)).print(table(file, limits, runs))
+        cli_out.write_json(json_to, to_json(file, limits, runs))
+    cli_out.out(to_stderr=json_to == "-").print(table(file, limits, runs))
 
 
 def _numbers(text: str | None) -> Sequence[int | None]:
@@ -117,19 +108,6 @@ def to_json(file: str, limits: Ceiling, runs: Sequence[Replayed]) -> dict[str, o
         "tiers": first["tiers"],
         "runs": [run.to_json() for run in runs],
     }
-
-
-def _write(target: str | None, value: dict[str, object]) -> None:
-    if target is None:
-        return
-    text = json.dumps(value, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {target} cannot be written: {error.strerror}; choose another file") from None
 
 
 def table(file: str, limits: Ceiling, runs: Sequence[Replayed]) -> Table:

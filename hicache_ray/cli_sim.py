@@ -10,13 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_ray.errors import ConfigError
+from hicache_ray import cli_out
 from hicache_ray.simulate import Failed, Tally, simulate
 from hicache_ray.simulate_cases import cases
 from hicache_ray.simulate_report import Loss, Row, losses, measure
-
-#: Columns of a table that goes to a file or a pipe.
-WIDTH = 120
 
 
 def register(app: typer.Typer) -> None:
@@ -38,20 +35,18 @@ def sim(
         ),
     ] = False,
 ) -> None:
-    """Simulate cache groups, their ranks and storage under faults; every byte and every invariant is checked after every event."""
-    errors = Console(stderr=True, highlight=False)
-    try:
-        if report:
-            _print(report_table(measure(seed, steps)))
-            _print(loss_table(losses(seed, steps)))
-            return
-        _live(seed, steps, case, minutes, errors)
-    except ConfigError as error:
-        errors.print(f"hicache-ray: {error}", style="bold red", markup=False)
-        raise typer.Exit(2) from None
-    except Failed as failure:
-        errors.print(str(failure), style="bold red", markup=False)
-        raise typer.Exit(1) from None
+    """Simulate cache groups, their ranks and storage under faults. After every event every byte that it used is checked, and every
+    invariant for what it changed; all of them for everything every 64 events, and when all is at rest."""
+    with cli_out.ended_well():
+        try:
+            if report:
+                cli_out.out().print(report_table(measure(seed, steps)))
+                cli_out.out().print(loss_table(losses(seed, steps)))
+            else:
+                _live(seed, steps, case, minutes, cli_out.err())
+        except Failed as failure:
+            cli_out.complain(str(failure))
+            raise typer.Exit(1) from None
 
 
 def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> None:
@@ -69,7 +64,7 @@ def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> 
         seed += 1
         if time.monotonic() >= until:
             break
-    _print(lives_table(told[-40:]))
+    cli_out.out().print(lives_table(told[-40:]))
 
 
 def _names(case: str, seed: int) -> Sequence[str]:
@@ -77,11 +72,6 @@ def _names(case: str, seed: int) -> Sequence[str]:
     if case == "mixed":
         return (named[seed // 2 % len(named)] if seed % 2 else "random",)
     return named if case == "all" else (case,)
-
-
-def _print(table: Table) -> None:
-    out = Console()
-    (out if out.is_terminal else Console(width=WIDTH)).print(table)
 
 
 def lives_table(told: list[tuple[int, str, Tally, float]]) -> Table:

@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_ray import cli_flags, machine, sizing
+from hicache_ray import cli_flags, cli_out, machine, sizing
 from hicache_ray.config import Config
 from hicache_ray.config_sizes import parse_size
 from hicache_ray.config_sources import changed
-from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.errors import ConfigError
 from hicache_ray.sizing_plan import Budget, SizePlan, plan
 from hicache_ray.spec import CacheSpec
 
@@ -43,18 +43,14 @@ def size(
     json_to: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Plan the pools of all tiers for a model: bytes per token and per snapshot, slots, the largest prompt, and what to beware of."""
-    err = Console(stderr=True, highlight=False)
-    try:
+    with cli_out.ended_well():
         loaded = cli_flags.load(config, {}, context.args).config
         found = _spec(loaded, spec)
         made = _plan(loaded, found, (device_memory, host_memory), ranks_per_node, prompt_tokens)
-    except HiCacheError as error:
-        err.print(f"hicache-ray: {error}", style="bold red", markup=False)
-        raise typer.Exit(2) from None
     if json_to:
         print(json.dumps({"page_size": found.page_size, **made.to_json()}, indent=2))
         return
-    _show(Console(width=max(100, Console().width)), found, made)
+    _show(cli_out.out(), found, made)
 
 
 def _spec(config: Config, file: str | None) -> CacheSpec:

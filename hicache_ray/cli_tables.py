@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from hicache_ray import cli_out
 from hicache_ray.config_sources import Loaded, render
 from hicache_ray.probe_result import Result, Step
-
-#: Columns of a table that goes to a file or a pipe.
-WIDTH = 120
 
 
 def probe_table(results: Sequence[Result]) -> Table:
@@ -45,12 +42,10 @@ def _cells(step: Step, cold: float | None) -> list[str]:
 
 def print_results(results: Sequence[Result], to_stderr: bool) -> None:
     """The table, then what was wrong. A table of ten columns is not squeezed where the output is no terminal."""
-    out = Console(stderr=to_stderr)
-    (out if out.is_terminal else Console(stderr=to_stderr, width=WIDTH)).print(probe_table(results))
-    console = Console(stderr=True, highlight=False)
+    cli_out.out(to_stderr).print(probe_table(results))
     for result in results:
         for problem in result.problems:
-            console.print(f"{result.write_policy}: {problem}", style="bold red", markup=False)
+            cli_out.complain(f"{result.write_policy}: {problem}")
 
 
 def print_config(loaded: Loaded) -> None:
@@ -60,7 +55,7 @@ def print_config(loaded: Loaded) -> None:
         table.add_column(name, overflow="fold")
     for row in render(loaded):
         table.add_row(row.name, row.value, row.origin)
-    Console().print(table)
+    cli_out.out().print(table)
 
 
 def stats_table(stats: Mapping[str, Any]) -> Table:

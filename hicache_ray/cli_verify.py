@@ -1,33 +1,77 @@
-"""What ``hicache-ray verify`` shows: which cells ran and which not, and what every model gave."""
+"""``hicache-ray verify``: a hit equals a recompute, on this machine; which cells ran and which not, and what every model gave."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Annotated
 
-from rich.console import Console
+import typer
 from rich.table import Table
 
+from hicache_ray import cli_out
+from hicache_ray.errors import ConfigError
 from hicache_ray.verify.result import CHECKS, Result, Verdict
 
-#: Columns of tables that go to a file or a pipe; and problems that are told of one run, all of which are in the JSON.
-WIDTH, TOLD = 120, 20
+#: Problems that are told of one run; all of them are in the JSON.
+TOLD = 20
+Models = Annotated[list[str] | None, typer.Option("--model", help="a family, or the folder of a saved model; repeat for several")]
+Only = "repeat for several; default: all that this machine can run"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(verify)
+
+
+def verify(
+    model: Models = None,
+    every: Annotated[bool, typer.Option("--all", help="all families, one tiny model with random weights each")] = False,
+    full: Annotated[bool, typer.Option("--full", help="every combination of choices, not only every pair")] = False,
+    json_to: cli_out.JsonTo = None,
+    layout: Annotated[list[str] | None, typer.Option(help=f"layout of the host pools; {Only}")] = None,
+    io_backend: Annotated[list[str] | None, typer.Option(help=f"io backend; {Only}")] = None,
+    write_policy: Annotated[list[str] | None, typer.Option(help=f"write policy; {Only}")] = None,
+    tier: Annotated[list[str] | None, typer.Option(help=f"device, host, storage or other replica; {Only}")] = None,
+    page_size: Annotated[int | None, typer.Option(help="tokens in a page; default 16, for a folder 64")] = None,
+    grid: Annotated[int | None, typer.Option(help="tokens in a prefill chunk; default 4 pages")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the model")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of weights, prompts and the order of events")] = 0,
+    directory: Annotated[str, typer.Option(help="folder of the storage that is used meanwhile")] = "/dev/shm",
+) -> None:
+    """Prove on this machine that a hit equals a recompute, for a model, in every tier, layout and policy."""
+    with cli_out.working() as work:
+        cli_out.check_json(json_to)
+        if not model and not every:
+            raise ConfigError("name a family or a folder with --model, or verify all families with --all")
+        # Set before torch is imported: later it would be too late, and the results would be other bits.
+        os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
+        from hicache_ray.verify.run import Options, run
+
+        page = page_size or (64 if any(os.path.isdir(name) for name in model or ()) else 16)
+        axes = {"layout": layout, "io_backend": io_backend, "write_policy": write_policy, "tier": tier}
+        wanted = {name: values for name, values in axes.items() if values}
+        options = Options(model or (), full, wanted, page, grid or 4 * page, dtype, seed, threads, directory)
+        result = run(options, work.progress)
+        cli_out.write_json(json_to, result.to_json())
+    print_verified(result, to_stderr=json_to == "-")
+    raise typer.Exit(0 if result.passed else 1)
 
 
 def print_verified(result: Result, to_stderr: bool) -> None:
     """The tables, what was not run and why, then what was wrong."""
-    out = Console(stderr=to_stderr, highlight=False)
-    out = out if out.is_terminal else Console(stderr=to_stderr, highlight=False, width=WIDTH)
+    out = cli_out.out(to_stderr)
     if result.cells:
         out.print(cells_table(result))
     for text in _not_run(result):
         out.print(text, markup=False)
     out.print(models_table(result))
     out.print(f"{'all checks passed' if result.passed else 'NOT PASSED'} in {result.seconds:,.0f} s", markup=False)
-    console = Console(stderr=True, highlight=False)
     for problem in result.problems[:TOLD]:
-        console.print(problem, style="bold red", markup=False)
+        cli_out.complain(problem)
     if len(result.problems) > TOLD:
-        console.print(f"and {len(result.problems) - TOLD} more; --json FILE has them all", style="bold red", markup=False)
+        cli_out.complain(f"and {len(result.problems) - TOLD} more; --json FILE has them all")
 
 
 def cells_table(result: Result) -> Table:

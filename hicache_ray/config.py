@@ -8,7 +8,7 @@ machine (shared memory, io backends) is checked where those are known. Field des
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -28,9 +28,6 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}
 
 _STORE_NAME = 31
 _BYTES: dict[str, Any] = {"unit": "bytes"}
-
-#: Legal values that this version cannot do yet: setting -> values. One table; delete an entry when its feature lands.
-NOT_YET: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class Section(BaseModel):
@@ -69,7 +66,9 @@ class CacheConfig(Section):
     track_interval: Count = Field(256, description="tokens between two state snapshots during decode; a multiple of page_size")
     exact: bool = Field(True, description="resume on the grid from canonical bytes only, so that output is bit-identical")
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
-        "write_through", description="when the device's pages go to the host: as soon as they are complete, or when they are evicted"
+        "write_through",
+        description="when the device's pages go to the host: once they are complete, at their selective_threshold-th use, or when they are "
+        "evicted",
     )
     selective_threshold: Count = Field(2, description="the use at which write_through_selective backs a page up")
     device_reserve: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -279,11 +278,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for name, missing in NOT_YET.items():
-            section, field = name.split(".")
-            value = getattr(getattr(self, section), field)
-            if value in missing:
-                raise ValueError(f'{name} is "{value}", which this version cannot do yet; choose one of {", ".join(choices(name))}')
         if self.model.device == "cpu" and self.cache.io_backend == "kernel":
             raise ValueError('cache.io_backend is "kernel", which needs model.device cuda; on a cpu choose one of auto, direct')
         if (self.serve.host, self.serve.port) == (self.admin.host, self.admin.port):
@@ -321,9 +315,9 @@ def _known(name: str) -> FieldInfo:
 
 
 def choices(name: str) -> tuple[Any, ...]:
-    """The values that the setting ``name`` can take in this version where they are a fixed list, else an empty tuple."""
+    """The values that the setting ``name`` can take where they are a fixed list, else an empty tuple."""
     annotation = _known(name).annotation
-    return tuple(v for v in get_args(annotation) if v not in NOT_YET.get(name, ())) if get_origin(annotation) is Literal else ()
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def is_secret(name: str) -> bool:

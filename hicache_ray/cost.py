@@ -141,7 +141,7 @@ class Cost:
         """Of the legal lengths up to ``most`` pages. Where storage is tried or trusted, with a deadline."""
         near, recompute_s = self._near(found, count)
         page = self._spec.page_size
-        best, trusted_s, load_s, hopeful_s = near, recompute_s, 0.0, 0.0
+        best, trusted_s, load_s, hopeful_s = near, recompute_s, 0.0, float("inf")
         for k in _some(found.lengths(*ORDER) & lengths.ones(most + 1)):
             far, up, reads = self._needs(found, k)
             if not far:
@@ -159,7 +159,8 @@ class Cost:
         if best != near:
             # Its speed is known and stationary; where it is not so any more, this ends the wait.
             return Choice(best, max(2 * load_s, PATIENCE * recompute_s), {"decision": "load", **numbers})
-        if most > near and self._may_try(hopeful_s < recompute_s):
+        # Of what is near and not worth its way to the device nothing is read, so that there is nothing to try.
+        if hopeful_s != float("inf") and self._may_try(hopeful_s < recompute_s):
             return Choice(most, PATIENCE * recompute_s, {"decision": "try", **numbers})
         return Choice(near, 0.0, {"decision": "recompute", **numbers})
 
@@ -188,15 +189,11 @@ class Cost:
     def _needs(self, found: Match, k: int) -> tuple[int, int, int]:
         """Bytes that a resume at ``k`` pages needs from L3, and that it needs from L2 and L3; the records in which those from L3 come."""
         far = up = most = 0
-        for c in self._spec.components:
-            pages = lengths.needed(c, k, self._spec.page_size)
-            if c.role == "draft" or not pages:
+        for c, _, needed in found.needs(k):
+            if c.role == "draft":
                 continue
-            wanted = sum(1 << i for i in pages) if pages.step > 1 else lengths.ones(pages.stop) & ~lengths.ones(pages.start)
-            size = c.page_bytes(self._spec.page_size)
-            wanted &= ~found.present.get(Tier.DEVICE, {}).get(c.name, 0)
-            up += wanted.bit_count() * size
-            absent = (wanted & ~found.present.get(Tier.HOST, {}).get(c.name, 0)).bit_count()
+            size, absent = c.page_bytes(self._spec.page_size), needed[Tier.STORAGE].bit_count()
+            up += (needed[Tier.HOST].bit_count() + absent) * size
             far, most = far + absent * size, max(most, absent)
         return far, up, -(-most // transfer.piece(most))
 

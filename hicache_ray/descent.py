@@ -5,6 +5,7 @@ These are parts of stories (see :mod:`hicache_ray.story`): they yield records li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
@@ -14,7 +15,7 @@ from hicache_ray.index import ABSENT
 from hicache_ray.lease import Lease, Place
 from hicache_ray.match import match
 from hicache_ray.persist import Persist
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries
 from hicache_ray.records import Move
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path
@@ -70,8 +71,9 @@ class Descent(Persist):
         tried: set[tuple[str, bytes]] = set()
         try:
             while some := self._dirty(tried):
+                names = {(c, self.res.index.key(e)) for c, entries in some.items() for e in entries.tolist()}
                 yield from self._rescue(some, tried)
-                tried |= {(c, self.res.index.key(e)) for c, entries in some.items() for e in self._known(c, entries)}
+                tried |= names
         finally:
             self._writing_down = False
 
@@ -81,7 +83,7 @@ class Descent(Persist):
         for c in self.spec.components:
             place = (Tier.DEVICE, c.name)
             reserve = min(int(self.res.capacity[place] * self.settings.device_reserve), self.res.room(place))
-            victims = evict.choose(self.res, Tier.DEVICE, {c.name: reserve}) or {}
+            victims = evict.entries_of(evict.choose(self.res, Tier.DEVICE, {c.name: reserve}))
             some = evict.only_here(self.res, victims, tried).get(c.name)
             if some is not None:
                 some = some[: self._spare(c.name, min(len(some), WRITE_DOWN_PAGES))]
@@ -93,14 +95,11 @@ class Descent(Persist):
         """Up to ``count`` slots of the host that can be had without losing what is nowhere else."""
         place = (Tier.HOST, component)
         free = self.res.pools[place].free
-        victims = (evict.choose(self.res, Tier.HOST, {component: count}) or {}).get(component) if count > free else None
+        victims = evict.entries_of(evict.choose(self.res, Tier.HOST, {component: count})).get(component) if count > free else None
         if victims is None:
             return min(count, free)
         safe = self.res.index.durable(place, victims) | (self.res.index.slots((Tier.DEVICE, component), victims) != ABSENT)
         return free + (int(np.argmin(safe)) if not np.all(safe) else len(victims))
-
-    def _known(self, component: str, entries: Entries) -> list[int]:
-        return entries[self.res.index.slots((Tier.DEVICE, component), entries) != ABSENT].tolist()
 
     def write_all(self) -> Story:
         """What L1 and L2 alone have goes to L3, as far as that takes it. Nothing else is under way."""
@@ -143,7 +142,7 @@ class Descent(Persist):
         for part in left:
             self.res.counters[(Tier.HOST, part.component)].refused += len(part.pages)
         if self.res.storage:
-            evict.drop(self.res, Tier.HOST, {c.name: self._passed(c.name, path) for c in self.spec.components})
+            evict.leave(self.res, Tier.HOST, {c.name: self._passed(c.name, path) for c in self.spec.components})
 
     def _passed(self, component: str, path: Path) -> Entries:
         """Host pages of a path that L3 has and nobody leases."""
@@ -152,26 +151,30 @@ class Descent(Persist):
         return there[self.res.index.durable(place, there) & self.res.idle(place, there)]
 
     def room(self, tier: Tier, need: Mapping[str, int]) -> Story:
-        """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room."""
+        """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room.
+
+        Where the host is too small for it L3 takes what it can in ``prefetch_base_s``; nobody waits longer for that, the rest is lost.
+        """
         tried: set[tuple[str, bytes]] = set()
+        until = self.res.now() + self.settings.prefetch_base_s
         while True:
             victims = evict.choose(self.res, tier, need)
             if victims is None:
                 yield Wait.CHANGE
                 continue
-            alone = evict.only_here(self.res, victims, tried) if tier is Tier.DEVICE else {}
+            alone = evict.only_here(self.res, evict.entries_of(victims), tried) if tier is Tier.DEVICE else {}
             if not alone:
                 evict.drop(self.res, tier, victims)
                 return
             self.waits += tier is Tier.DEVICE
             # Others may lease the victims while they are copied, so the choice is made anew afterwards.
-            yield from self._rescue(alone, tried)
+            yield from self._rescue(alone, tried, until)
 
-    def _rescue(self, victims: Mapping[str, Entries], tried: set[tuple[str, bytes]]) -> Story:
+    def _rescue(self, victims: Mapping[str, Entries], tried: set[tuple[str, bytes]], until: float = math.inf) -> Story:
         """Device pages on their way out go to the host, as many as it has room for, and from there to L3.
 
         ``tried`` gains what need not be rescued any more. Where the host is too small for all at once and L3 takes what it is given, the
-        rest is left for another round.
+        rest is left for another round; ``until``: how long L3 may take for that, on the group's clock.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
         keys = tuple(dict.fromkeys(k for some in names.values() for k in reversed(some)))  # what is written first is of use alone
@@ -188,11 +191,11 @@ class Descent(Persist):
         yield from self._copy_down(taken, path, own)
         for component, some in names.items():  # they arrive in the order in which they have left
             self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), Path(tuple(some))))
-        if not left:
+        if in_time := self._left(until) > 0 and bool(left):
+            yield from self.persist(path, must=True, until=until)
+        else:
             self.spawn("persist", self.persist(path))
-            return
-        yield from self.persist(path, must=True)
-        if not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
+        if not in_time or not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
             tried |= left
             for component, _ in left:
                 self.res.counters[(Tier.HOST, component)].refused += 1

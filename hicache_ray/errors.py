@@ -57,3 +57,7 @@ class StoreTimeout(StoreError):
 
 class StoreClosed(StoreError):
     """The store, or this handle of it, is closed or gone."""
+
+
+class StorageDetached(StoreError):
+    """L3 was taken away on purpose, so nothing can be done with what it holds until it is given back."""

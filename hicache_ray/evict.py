@@ -9,12 +9,12 @@ import numpy as np
 
 from hicache_ray.index import ABSENT
 from hicache_ray.ledger import ROOM
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries, Going
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.spec import Kind, Tier
 
 
-def choose(res: Residency, tier: Tier, need: Mapping[str, int]) -> Mapping[str, Entries] | None:
+def choose(res: Residency, tier: Tier, need: Mapping[str, int]) -> Mapping[str, Going] | None:
     """Victims per component so that ``need`` slots are free; None where leased pages leave too little room. Changes nothing."""
     out = {}
     for component, count in need.items():
@@ -27,6 +27,11 @@ def choose(res: Residency, tier: Tier, need: Mapping[str, int]) -> Mapping[str, 
             return None
         out[component] = victims
     return out
+
+
+def entries_of(chosen: Mapping[str, Going] | None) -> Mapping[str, Entries]:
+    """The victims of each component, first to go first; none where there are not enough of them."""
+    return {component: going.entries for component, going in (chosen or {}).items()}
 
 
 def only_here(res: Residency, victims: Mapping[str, Entries], tried: Set[tuple[str, bytes]]) -> Mapping[str, Entries]:
@@ -43,9 +48,16 @@ def only_here(res: Residency, victims: Mapping[str, Entries], tried: Set[tuple[s
     return out
 
 
-def drop(res: Residency, tier: Tier, victims: Mapping[str, Entries]) -> None:
-    """The victims leave the tier. Windows and snapshots that lose the page under them go next: nobody can resume there any more."""
-    for component, entries in victims.items():
+def drop(res: Residency, tier: Tier, chosen: Mapping[str, Going]) -> None:
+    """Those whom the policies have chosen just now leave the tier."""
+    for component, going in chosen.items():
+        res.policies[(tier, component)].learn(going)
+    leave(res, tier, entries_of(chosen))
+
+
+def leave(res: Residency, tier: Tier, leaving: Mapping[str, Entries]) -> None:
+    """Pages leave the tier. Windows and snapshots that lose the page under them go next: nobody can resume there any more."""
+    for component, entries in leaving.items():
         if not len(entries):
             continue
         res.counters[(tier, component)].evictions += len(entries)

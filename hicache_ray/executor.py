@@ -106,7 +106,8 @@ class Executor:
         if Tier.STORAGE not in (record.source, record.target):
             self._cross(replace(record, spans=tuple(self._part(span) for span in record.spans)))
             return Outcome(bits=tuple((1 << len(s)) - 1 for s in record.spans))
-        if self.store is None:
+        store = self.store  # it may be taken away meanwhile; then it is closed, and says so
+        if store is None:
             return Outcome(error="storage is not attached")
         act = self._read if record.source is Tier.STORAGE else self._write
         until = self._clock() + record.timeout_s
@@ -118,7 +119,7 @@ class Executor:
             done = sorted(set(range(len(span))) - set(mine))  # for others to do
             try:
                 if not error and mine:
-                    act(self.store, span, mine, until, done)
+                    act(store, span, mine, until, done)
             except StoreError as failure:
                 error = str(failure)  # what moved before it has moved; the rest is not tried, the deadline is one for all
             bits.append(sum(1 << i for i in done))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from hicache_ray import lengths
-from hicache_ray.keys import ANY, CANONICAL, Namespace, chain, differing, object_record, tag_of, tagged
-from hicache_ray.records import Tokens
+from hicache_ray.explain_fields import Kept
+from hicache_ray.keys import Namespace, tagged
 from hicache_ray.resume import ORDER, Limit, Match
 from hicache_ray.settings import Settings
-from hicache_ray.spec import CacheSpec, Tier
-from hicache_ray.store import DIGEST_BYTES, KEY_BYTES, Store
+from hicache_ray.spec import Tier
+from hicache_ray.store import DIGEST_BYTES, KEY_BYTES
 from hicache_ray.story import Ended, Event, Job
 from hicache_ray.why import Evidence, Missing
 
@@ -36,77 +35,15 @@ SENTENCES: Mapping[str, str] = {
     "no_snapshot": "is a snapshot that nobody has made: its pages are there, its state is not",
     "not_canonical": "is there, but not from whole chunks of the grid, so that cache.exact does not take it",
     "evicted": "was evicted",
-    "refused": "was refused by storage, which is full or failed",
+    "refused": "was refused by storage, which has no room for it",
+    "write_failed": "could not be written to storage, which failed",
+    "write_late": "was not taken by storage in time",
+    "write_detached": "was on its way to storage when that was detached",
     "quota": "was refused by storage: the tenant is at its cap (tenants.NAME.max_bytes)",
     "other_namespace": "is in storage under another namespace",
     "other_objects": "is in storage as other objects",
     "went_meanwhile": "went before the request had its turn on the device",
 }
-
-
-def differing_fields(
-    store: Store, namespace: Namespace, tokens: Tokens, spec: CacheSpec, recipe: Mapping[str, str], timeout_s: float = 2.0
-) -> tuple[str, ...]:
-    """Fields by which the first page of ``tokens`` in L3 differs from what this group would read; empty where nothing comes near.
-
-    Namespaces and objects are compared by the readable records that writers left beside the digests.
-    """
-    records = store.described(timeout_s)
-    first = tokens[: spec.page_size]
-    wanted = [object_record(spec, c, r, CANONICAL | dict(recipe)) for c in spec.components for r in range(spec.ranks)]
-    for key in chain(namespace.digest(), spec.page_size, (), first):
-        tags = {i[KEY_BYTES:] for i in store.scan(key, timeout_s)}
-        for record in wanted:
-            if tag_of(record) in tags:
-                continue
-            near = [r for r in map(records.get, sorted(tags)) if r is not None and r.get("component") == record["component"]]
-            if near:
-                return min((differing(record, stored) for stored in near), key=len)
-    return _elsewhere(store, namespace, tokens, records, timeout_s)
-
-
-def foreign_fields(
-    store: Store, kept: Kept, spec: CacheSpec, recipe: Mapping[str, str], exact: bool, timeout_s: float = 2.0
-) -> tuple[str, ...]:
-    """The same for a request that is over. What it has stored itself since does not hide what others had stored of its first page."""
-    records = store.described(timeout_s)
-    kinds = (CANONICAL | dict(recipe),) if exact else (CANONICAL | dict(recipe), ANY)
-    ours = [object_record(spec, c, r, kind) for c in spec.components for r in range(spec.ranks) for kind in kinds]
-    for key in chain(kept.namespace.digest(), spec.page_size, (), kept.first):
-        tags = {i[KEY_BYTES:] for i in store.scan(key, timeout_s)} - {tag_of(r) for r in ours}
-        near = [
-            differing(r, stored)
-            for stored in map(records.get, sorted(tags))
-            if stored
-            for r in ours
-            if r["component"] == stored.get("component")
-        ]
-        if near:
-            return min(near, key=len)
-    return _elsewhere(store, kept.namespace, kept.first, records, timeout_s)
-
-
-def _elsewhere(
-    store: Store, namespace: Namespace, tokens: Tokens, records: Mapping[bytes, Mapping[str, str]], timeout_s: float
-) -> tuple[str, ...]:
-    """Fields of another namespace that has the first page."""
-    for digest, stored in sorted(records.items()):
-        if "page_size" not in stored or digest == namespace.digest():
-            continue
-        size = int(stored["page_size"])
-        for key in chain(digest, size, (), tokens[:size]):
-            if next(iter(store.scan(key, timeout_s)), None) is not None:
-                return differing(namespace.record(), stored)
-    return ()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A record, and what is needed to ask L3 more."""
-
-    told: Mapping[str, Any]
-    namespace: Namespace
-    first: Tokens
 
 
 class Explainer:
@@ -136,7 +73,7 @@ class Explainer:
         return self._kept.get(rid)
 
     def explain(self, rid: str, differs: tuple[str, ...] = ()) -> dict[str, Any] | None:
-        """The record of a request. ``differs``: what :func:`foreign_fields` says of its first page now."""
+        """The record of a request. ``differs``: what :func:`hicache_ray.explain_fields.foreign_fields` says of its first page now."""
         kept = self._kept.get(rid)
         return None if kept is None else with_fields(kept.told, kept.namespace, differs)
 
@@ -226,8 +163,7 @@ def _legal(found: Match, evidence: Evidence) -> dict[str, Any]:
     top, page = found.ceiling, found.spec.page_size
     for c in found.spec.components:
         tiers = {tier.value: lengths.lengths_of(c, bits.get(c.name, 0), top, page) for tier, bits in found.present.items()}
-        union = reduce(or_, (bits.get(c.name, 0) for bits in found.present.values()), 0)
-        any_tier = lengths.lengths_of(c, union, top, page)
+        any_tier = lengths.lengths_of(c, found.anywhere(c.name), top, page)
         out["components"][c.name] = {"any": _of(any_tier)} | {tier: _of(bits) for tier, bits in tiers.items()}
         local = reduce(or_, (found.present.get(tier, {}).get(c.name, 0) for tier in (Tier.DEVICE, Tier.HOST)), 0)
         per_rank = [local | bits for bits in _per_rank(evidence, c.name)]

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ray import evict, prefetch, transfer
+from hicache_ray.index import from_bits
 from hicache_ray.prefetch import Arrivals, Slice
 from hicache_ray.records import Merged, Move
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Limit, Match, Part, Path, Plan
 from hicache_ray.spec import Tier
 from hicache_ray.story import Job
+from hicache_ray.transfer import Leg
 
 #: Records of one fetch that are under way at once: while one is committed the next one moves.
 UNDER_WAY = 2
@@ -31,7 +34,7 @@ Landed = Callable[[Merged], None]
 
 @dataclass(eq=False)
 class Fetch:
-    """Pages on their way. ``deadline``: on the group's clock. ``tokens``: what they count as. ``cut``: it did not come to its end."""
+    """Pages on their way. ``deadline``: on the group's clock. ``tokens``: what they count as. ``cut``: why it did not come to its end."""
 
     rid: str
     arrivals: Arrivals
@@ -40,7 +43,7 @@ class Fetch:
     tokens: int
     flying: dict[int, Slice] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
-    cut: bool = False
+    cut: Limit = Limit.NONE
 
     @property
     def finished(self) -> bool:
@@ -86,7 +89,7 @@ class Fetches:
     def unread(self, job: Job) -> bool:
         """Whether something of that was not there, with nothing wrong otherwise."""
         fetches = self.of(job)
-        return not any(f.cut for f in fetches) and any(bool(np.any(flags)) for f in fetches for flags in f.arrivals.missed)
+        return all(f.cut is Limit.NONE for f in fetches) and any(bool(np.any(flags)) for f in fetches for flags in f.arrivals.missed)
 
     def with_arrived(self, job: Job, found: Match) -> Match:
         """``found``, where what has arrived for a request counts as L3's: nobody has to ask for that again."""
@@ -104,6 +107,16 @@ class Fetches:
             if np.any(alone):
                 out.append(Part(part.component, part.tier, part.pages[alone]))
         return tuple(out)
+
+    def apart(self, found: Match) -> tuple[Part, ...]:
+        """What L3 alone has of a prompt and nobody is fetching."""
+        parts = []
+        for c in found.spec.components:
+            near = found.present[Tier.DEVICE][c.name] | found.present[Tier.HOST][c.name]
+            far = found.present.get(Tier.STORAGE, {}).get(c.name, 0) & ~near
+            if far:
+                parts.append(Part(c.name, Tier.STORAGE, np.flatnonzero(from_bits(far, far.bit_length())).astype(np.int32)))
+        return self.missing(found.path, parts) if self._names else tuple(parts)
 
     def begin(self, job: Job, found: Match, chosen: Plan) -> None:
         """Have the plan's pages brought from L3 (there is room on the host): join the fetches that bring them, begin one for the rest."""
@@ -139,10 +152,9 @@ class Fetches:
             mine = fetch.arrivals.of(found)
             for leg, have, ours in zip(fetch.arrivals.moved.legs, fetch.arrivals.arrived, mine, strict=True):
                 job.storage_pages |= {(leg.component, page) for page in leg.pages[have & ours].tolist()}
-        late = any(not f.finished or (f.cut and self._now() >= f.deadline) for f in fetches)
-        why = Limit.DEADLINE if late else Limit.FAILED if any(f.cut for f in fetches) else Limit.UNREAD
+        why = [f.cut if f.finished else Limit.DEADLINE for f in fetches if f.cut is not Limit.NONE or not f.finished]
         self.leave(job)
-        return why
+        return next((limit for limit in (Limit.DETACHED, Limit.DEADLINE, Limit.FAILED) if limit in why), Limit.UNREAD)
 
     def leave(self, job: Job) -> None:
         """A request wants nothing any more of what it waits for."""
@@ -179,15 +191,23 @@ class Fetches:
         for i, at in some:
             leg, have = fetch.arrivals.moved.legs[i], fetch.arrivals.arrived[i]
             self.res.counters[(Tier.STORAGE, leg.component)].failures += int(np.count_nonzero(~have[at]))
-            for j in at[~have[at]].tolist():
-                self._names.pop((leg.component, leg.keys[j]), None)  # who wants it asks for it anew
+            self._forget(fetch, leg, at[~have[at]])
         if got.late or got.error:
-            fetch.cut = True
+            late = got.late or self._now() >= fetch.deadline
+            fetch.cut = Limit.DETACHED if not self.res.storage else Limit.DEADLINE if late else Limit.FAILED
             self.counters.cut += 1
+            for i, at in (part for cut in fetch.left for part in cut):
+                self._forget(fetch, fetch.arrivals.moved.legs[i], at)
             fetch.left.clear()
         self._launch(fetch)
         if fetch.finished:
             self._told(list(fetch.jobs.values()))
+
+    def _forget(self, fetch: Fetch, leg: Leg, at: npt.NDArray[np.intp]) -> None:
+        """Items of a leg that this fetch will not bring: who wants them asks for them anew."""
+        for j in at.tolist():
+            if self._names.get((leg.component, leg.keys[j])) is fetch:
+                del self._names[(leg.component, leg.keys[j])]
 
     def _told(self, jobs: Sequence[Job]) -> None:
         """Those of the requests that have everything, as far as it will come, go on."""
@@ -204,8 +224,6 @@ class Fetches:
         fetch.flying.clear()
         self._open.remove(fetch)
         for leg in fetch.arrivals.moved.legs:
-            for name in leg.keys:
-                if self._names.get((leg.component, name)) is fetch:
-                    del self._names[(leg.component, name)]
+            self._forget(fetch, leg, np.arange(len(leg.keys)))
         self.tokens -= fetch.tokens
         transfer.close(self.res, fetch.arrivals.moved)

@@ -29,8 +29,8 @@ class Envelope:
 class Tale:
     """A story under way. ``kind``: request, prefetch, evict, backup, flush or drop.
 
-    ``deadline``: of its present wait; of a flush or a drop, of all its waits together. ``seen``: room on the host when it began to wait
-    for some.
+    ``deadline``: of its present wait; of a flush or a drop, of all that it does before it clears L3. ``seen``: room on the host when it
+    began to wait for some.
     """
 
     name: str
@@ -103,4 +103,5 @@ def merge(record: Record, outcomes: Sequence[Outcome]) -> Merged:
     names = () if error else first.digests
     digests = {c: tuple(zip(*(o.digests.get(c, ()) for o in outcomes), strict=True)) for c in names}
     refused = any(o.refused for o in outcomes)
-    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, refused, first.count, first.retry)
+    late = any(o.late for o in outcomes)
+    return Merged(tuple(bits), first.found, first.output, first.logprobs, digests, error, refused, first.count, first.retry, late)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hicache_ray.errors import Busy, Cancelled, CapacityError, GroupLost, HiCacheError
+from hicache_ray.errors import Busy, Cancelled, GroupLost, HiCacheError
 from hicache_ray.flights import STORE, Envelope, Tale, merge
 from hicache_ray.records import Clear, Merged, Outcome
 from hicache_ray.spec import Tier
@@ -35,7 +35,7 @@ class Group(Tales):
         return self._begin(request, "request")
 
     def prefetch(self, request: Request) -> Job:
-        """Bring a prompt near and hold it there until :meth:`proceed` or :meth:`cancel`."""
+        """Bring a prompt near and hold it there until :meth:`proceed` or :meth:`cancel`, for ``hold_deadline_s`` at most."""
         return self._begin(request, "prefetch")
 
     def _begin(self, request: Request, kind: str) -> Job:
@@ -76,7 +76,7 @@ class Group(Tales):
 
         Raises :class:`Busy` when requests are under way and there is no ``timeout_s`` to wait for them, or when another flush is under
         way. Prefetches that nobody waits for yet are revoked. New requests begin after the flush. ``preserve``: what only L1 and L2 have
-        is written to L3 first.
+        is written to L3 first; where the time is over before that is done, nothing is emptied.
         """
         running = [t.name for t in self._tales.values() if t.kind == "request"]
         if self._flushing is not None:
@@ -150,10 +150,10 @@ class Group(Tales):
         out, self._events = self._events, []
         return out
 
-    def next_deadline(self) -> float | None:
-        """When :meth:`tick` should be called at the latest."""
+    def next_deadline(self, held: bool = True) -> float | None:
+        """When :meth:`tick` should be called at the latest. ``held``: also for what only its caller is waited for."""
         times = [f.deadline for f in self._flights.values() if f.deadline is not None and f.awaited]
-        times += [t.deadline for t in self._tales.values() if t.deadline is not None]
+        times += [t.deadline for t in self._tales.values() if t.deadline is not None and (held or t.waits is not Wait.HOLD)]
         return min(times, default=None)
 
     @property
@@ -190,15 +190,10 @@ class Group(Tales):
         over = [f for f in self._flights.values() if f.awaited and f.deadline is not None and f.deadline <= now]
         self._cut_short(over, "the deadline passed")
         for tale in [t for t in self._tales.values() if t.deadline is not None and t.deadline <= now]:
-            waits = tale.waits
-            if waits in (Wait.ROOM, Wait.ARRIVAL):
+            if tale.waits in (Wait.ROOM, Wait.ARRIVAL):
                 self._advance(tale, Merged(late=True))
-            elif isinstance(waits, Wait):
-                self._stop_waiting(tale)
-                error: Exception = Busy(f"{waits.value} did not happen within the timeout")
-                if waits is Wait.CHANGE:
-                    error = CapacityError("no room on the device: everything is in use by others; raise cache.device_tokens")
-                self._advance(tale, error=error)
+            else:
+                self._give_up(tale)
         self._changed()
 
     def lose(self, why: str) -> None:

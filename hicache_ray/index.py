@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hicache_ray.errors import Inconsistent
 from hicache_ray.keys import mark_of
 from hicache_ray.lease import Place
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries
 from hicache_ray.records import Slots
 
 ABSENT = -1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES,
 
 #: Pages of a path that decide its group. Part of the keys: another value empties every store.
 GROUP_PAGES = 4
+
+#: What a readable record says of a salt.
+SALTED = "secret"
 
 #: The recipe of bytes that no particular computation is promised for.
 ANY: Mapping[str, str] = {}
@@ -40,15 +43,27 @@ class Namespace:
     model: str
     revision: str = ""
     adapter: str = ""
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     page_size: int = 64
     tenant: str = ""
 
     def record(self) -> dict[str, str]:
-        """The readable form kept in the store. The salt appears as a digest only."""
+        """The readable form kept in the store. Of the salt it says only whether there is one: from any fingerprint, however slow to make,
+        a weak salt could be guessed by whoever reads the store. Who has a salt does not need one: see :meth:`differing`."""
         out = {f.name: str(getattr(self, f.name)) for f in fields(self)}
-        out["salt"] = hashlib.sha256(self.salt.encode()).hexdigest()[:16] if self.salt else ""
+        out["salt"] = SALTED if self.salt else ""
         return out
+
+    def differing(self, digest: bytes, stored: Mapping[str, str]) -> tuple[str, ...]:
+        """Names of the fields in which the namespace with this digest and this readable record differs from this one. The salts differ
+        where a namespace of its other fields and this salt has another digest."""
+        plain = differing(self.record() | {"salt": ""}, {**stored, "salt": ""})
+        try:
+            page_size = int(stored["page_size"])
+            theirs = Namespace(stored["model"], stored["revision"], stored["adapter"], self.salt, page_size, stored["tenant"])
+        except (KeyError, ValueError):  # a record of another form: nothing can be said of its salt
+            return plain
+        return plain if theirs.digest() == digest else tuple(sorted({*plain, "salt"}))
 
     def digest(self) -> bytes:
         """Root of the chains of this namespace, ``DIGEST_BYTES`` long; it begins with the namespace's space."""

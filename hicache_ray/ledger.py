@@ -19,7 +19,10 @@ from hicache_ray.store import DIGEST_BYTES, KEY_BYTES
 #: Bytes of a page's digest by which it is known here.
 _PREFIX = slice(KEY_BYTES - DIGEST_BYTES, KEY_BYTES - DIGEST_BYTES + 8)
 #: Why something is not in a tier (any more).
-ROOM, FLUSH, DROP, REFUSED, THINNED = "room", "flush", "drop", "refused", "cache.state_snapshots"
+ROOM, FLUSH, DROP, THINNED = "room", "flush", "drop", "cache.state_snapshots"
+#: Why L3 has never had it: it has no room for it; it failed, was too slow or was taken away while it was written.
+REFUSED, FAILED, LATE, DETACHED = "refused", "write_failed", "write_late", "write_detached"
+UNWRITTEN = (REFUSED, FAILED, LATE, DETACHED)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ def longest(lengths: int) -> int:
     return lengths.bit_length() - 1
 
 
+def shortest(lengths: int) -> int:
+    """The smallest member, in pages; there must be one."""
+    return (lengths & -lengths).bit_length() - 1
+
+
 def members(lengths: int) -> Iterable[int]:
     """The members, largest first."""
     while lengths:
@@ -136,6 +141,42 @@ def needed(component: Component, k: int, page_size: int) -> range:
     span = component.page_span
     first = component.lo(k * page_size) // (page_size * span)
     return range((first + 1) * span - 1, k, span)
+
+
+def needed_bits(component: Component, k: int, page_size: int) -> int:
+    """The same as bits over base pages."""
+    pages = needed(component, k, page_size)
+    if not pages:
+        return 0
+    if pages.step == 1:
+        return ones(pages.stop) & ~ones(pages.start)
+    return multiples(pages.step, pages[-1] - pages.start) << pages.start
+
+
+def fitting(component: Component, some: int, most: int, among: int, page_size: int) -> int:
+    """Of the lengths ``among`` (all of them lengths that the component allows), those at which it needs at most ``most`` of the pages
+    ``some``: what a resume takes of a capacity."""
+    if most < 0:
+        return 0
+    if some.bit_count() <= most or (component.is_state and most):
+        return among
+    if component.kind is Kind.FULL:  # the longer, the more
+        return among & ones(_position(some, most) + 1)
+    if not most:  # as if those pages were not there
+        return among & lengths_of(component, ~some, longest(among), page_size)
+    return sum(1 << k for k in members(among) if (needed_bits(component, k, page_size) & some).bit_count() <= most)
+
+
+def _position(bits: int, index: int) -> int:
+    """Where the set bit number ``index`` (from 0) is; there are as many."""
+    low, high = 0, bits.bit_length() - 1
+    while low < high:
+        middle = (low + high) // 2
+        if (bits & ones(middle + 1)).bit_count() > index:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def kept_snapshots(made: Sequence[int], prompt: int, how: StateSnapshots) -> set[int]:

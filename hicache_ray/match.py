@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hicache_ray import lengths
 from hicache_ray.keys import other, tagged
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries
 from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.resume import Match, Path
 from hicache_ray.spec import Tier

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from operator import or_
+from operator import and_
 
 import numpy as np
 
@@ -15,47 +15,37 @@ from hicache_ray.resume import ORDER, Limit, Match, Part, Plan
 from hicache_ray.spec import Tier
 
 
-def at(match: Match, k: int, limit: Limit = Limit.NONE, draft_tiers: Sequence[Tier] = ORDER) -> Plan:
+def at(match: Match, k: int, limit: Limit = Limit.NONE, draft_tiers: Collection[Tier] = ORDER) -> Plan:
     """The plan for a resume at ``k`` pages, which must be in the legal set of the tiers that ``match`` knows. ``draft_tiers``: those that
     draft components have their pages from."""
     parts, drafts = [], {}
-    for component in match.spec.components:
-        length = k
+    for component, length, needed in match.needs(k, draft_tiers):
         if component.role == "draft":
-            anywhere = reduce(or_, (bits.get(component.name, 0) for tier, bits in match.present.items() if tier in draft_tiers), 0)
-            length = drafts[component.name] = lengths.drafted(component, anywhere, k, match.spec.page_size)
-        pages = lengths.needed(component, length, match.spec.page_size)
-        wanted = sum(1 << i for i in pages) if pages.step > 1 else lengths.ones(pages.stop) & ~lengths.ones(pages.start)
-        if not pages:
-            continue
-        for tier in ORDER:
-            here = wanted & match.present.get(tier, {}).get(component.name, 0)
-            wanted ^= here
-            if here:
-                parts.append(Part(component.name, tier, np.flatnonzero(from_bits(here, k)).astype(np.int32)))
+            drafts[component.name] = length
+        for tier, bits in needed.items():
+            if bits:
+                parts.append(Part(component.name, tier, np.flatnonzero(from_bits(bits, k)).astype(np.int32)))
     return Plan(k, tuple(parts), limit, drafts)
 
 
-def choose(match: Match, threshold: int, refuse: Callable[[Plan], Limit]) -> Plan:
-    """The longest legal resume that is worth it and that the host has room for.
+def choose(match: Match, threshold: int, bounds: Sequence[tuple[Limit, int]] = ()) -> Plan:
+    """The longest legal resume that is worth it and that nothing keeps from coming.
 
-    ``threshold``: pages that storage must add at least. ``refuse``: why a plan's pages cannot come from storage now; ``Limit.NONE``
-    where they can.
+    ``threshold``: pages that storage must add at least. ``bounds``: sets of lengths that can come from storage now, each with why others
+    cannot. The limit of the plan is why the next longer length is not it, where several keep it from that the first of them.
     """
-    local = match.longest(Tier.DEVICE, Tier.HOST)
-    limit = Limit.NONE if local == match.ceiling else Limit.ABSENT
-    for k in lengths.members(match.lengths(*ORDER)):
-        if k <= local:
-            break
-        if k - local < threshold:
-            limit = Limit.THRESHOLD
-            break
-        plan = at(match, k, Limit.NONE if k == match.ceiling else limit)
-        why = refuse(plan)
-        if why is Limit.NONE:
-            return plan
-        limit = why
-    return at(match, local, limit)
+    local, legal = match.longest(Tier.DEVICE, Tier.HOST), match.lengths(*ORDER)
+    worth = legal & ~lengths.ones(local + max(threshold, 1))
+    k = max(local, lengths.longest(reduce(and_, (able for _, able in bounds), worth)))
+    if k == match.ceiling:
+        return at(match, k)
+    limit = Limit.ABSENT
+    if longer := worth >> (k + 1):
+        lost = k + 1 + lengths.shortest(longer)
+        limit = next(why for why, able in bounds if not able >> lost & 1)
+    elif k == local < lengths.longest(legal):
+        limit = Limit.THRESHOLD
+    return at(match, k, limit)
 
 
 def fallback(match: Match, plan: Plan) -> Plan:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hicache_ray.policy import Entries, Longs, Lru
+from hicache_ray.policy import Lru
 from hicache_ray.policy_lfu import Lfu
+from hicache_ray.policy_order import Entries, Longs
 from hicache_ray.policy_priority import Priority
 from hicache_ray.policy_s3fifo import S3Fifo
 from hicache_ray.settings import Eviction

@@ -1,85 +1,27 @@
-"""Which cached pages go first: the order that holds under every policy, and its plainest form, least recently used.
+"""Which cached pages go first: what holds under every policy, and its plainest form, least recently used.
 
-What leaves a pool is decided in two steps. First by what its going costs (:class:`Cost`): what is of no use, then what its owner has no use
-for any more, then copies of what a lower tier has (all alike: losing one costs nothing), then inner windows and snapshots, at last branch
-points and the last legal length.
-Among equals by the policy: a key, then how recent the use was, then the order within the use. A request uses its whole path at once, so
-a use is kept as one group, in the order in which its pages should go (:func:`order`), and costs one entry of a heap:
-
-* ``full``: the deepest first, so that what stays is reachable from the root;
-* windows and chunks: inner ones first, thinned so that the gaps grow with the distance from the end; those of the last length last;
-* snapshots: the same.
+First goes what costs least (:class:`~hicache_ray.policy_order.Cost`). Among equals by the policy: a key, then how recent the use was, then
+the order within the use. A request uses its whole path at once, so a use is kept as one group, in the order in which its pages should go
+(:func:`~hicache_ray.policy_order.order`), and costs one entry of a heap.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.errors import Inconsistent
-from hicache_ray.spec import Kind
+from hicache_ray.policy_order import Bytes, Cost, Entries, Going, Longs, Spared, Usable, Worth, grown
 
-Entries = npt.NDArray[np.int32]
-Usable: TypeAlias = Callable[[Entries], npt.NDArray[np.bool_]]
-Longs: TypeAlias = npt.NDArray[np.int64]
-Bytes: TypeAlias = npt.NDArray[np.int8]
 #: A group in a heap: key, stamp, place of its first member (unlike in all groups), serial, members. Those in another group are stale.
 Group: TypeAlias = tuple[int, int, int, int, Entries]
 
 #: Stale members that may be kept beside as many as there are live ones. Whoever looks for victims walks over them.
 SLACK = 64
-
-
-class Cost(IntEnum):
-    """What it costs to lose a page here, least first. Copies: a lower tier has the same bytes."""
-
-    USELESS = 0
-    EXPIRED = 1
-    COPY = 2
-    INNER = 3
-    END = 4
-
-
-def order(kind: Kind, count: int, run: int = 1) -> npt.NDArray[np.intp]:
-    """The order in which ``count`` equally recent pages of one path (root first) should go: indices, first to go first.
-
-    ``run``: how many of them one length needs. Inner windows go a whole run at a time, so that no part of one is left for long.
-    """
-    if kind is Kind.FULL:
-        return np.arange(count)[::-1]
-    from_end = np.arange(count)[::-1] // run  # 0 is the last snapshot, or the window of the last length
-    # Distance d from the end survives 2**trailing_zeros(d) thinnings: odd distances go first, the last one (0) never.
-    zeros = np.where(from_end == 0, 63, np.log2(np.maximum(from_end & -from_end, 1)).astype(np.int64))
-    return np.lexsort((np.arange(count), zeros))
-
-
-@dataclass(frozen=True)
-class Worth:
-    """What is known of some entries beside that they were used; each field has one value for each of them.
-
-    ``costs``: of :class:`Cost`. ``priority``: higher ones are to stay longer. ``expires``: after that nobody needs them, in seconds.
-    """
-
-    costs: Bytes
-    priority: Longs
-    expires: npt.NDArray[np.float64]
-
-    @classmethod
-    def plain(cls, count: int) -> Worth:
-        """Without any hint, and all alike."""
-        return cls(np.full(count, Cost.END, np.int8), np.zeros(count, np.int64), np.full(count, np.inf))
-
-
-def grown(array: npt.NDArray[Any], top: int, value: float = 0) -> npt.NDArray[Any]:
-    """The array with room for index ``top``, at least doubled where it has none."""
-    more = max(top + 1 - len(array), len(array))
-    return array if top < len(array) else np.concatenate([array, np.full(more, value, dtype=array.dtype)])
 
 
 class Lru:
@@ -156,20 +98,25 @@ class Lru:
 
     # -- who goes -----------------------------------------------------------------------------------------------------------------
 
-    def victims(self, count: int, usable: Usable, now: float = 0.0) -> Entries:
-        """Up to ``count`` entries to evict, first to go first; ``usable`` says which of some entries may go. None of them has gone yet."""
+    def victims(self, count: int, usable: Usable, now: float = 0.0) -> Going:
+        """Up to ``count`` entries to evict; ``usable`` says which of some entries may go. A question: who asks twice hears the same, and
+        nobody's place is another one for it."""
         self._expire(now)
         out: list[Entries] = []
+        spared: list[Spared] = []
         for cost in Cost:
             if count <= 0:
                 break
-            for taken in self._take(cost, count, usable):
+            for taken in self._take(cost, count, usable, spared):
                 out.append(taken)
                 count -= len(taken)
-        return np.concatenate(out) if out else np.empty(0, dtype=np.int32)
+        return Going(np.concatenate(out) if out else np.empty(0, dtype=np.int32), tuple(spared))
 
-    def _take(self, cost: Cost, count: int, usable: Usable) -> list[Entries]:
-        """The first of one cost, up to ``count``; nothing moves."""
+    def learn(self, going: Going) -> None:
+        """They do leave, just now: tell it before :meth:`forget`, and before anything else happens to a page."""
+
+    def _take(self, cost: Cost, count: int, usable: Usable, spared: list[Spared]) -> list[Entries]:
+        """The first of one cost, up to ``count``; nothing moves. ``spared`` gains those who were passed over."""
         heap, out, back = self._heaps[cost * self.lanes], [], []
         while heap and count > 0:
             group = self._head(heap)
@@ -182,8 +129,6 @@ class Lru:
                 count -= len(here)
         for group_back in back:
             heapq.heappush(heap, group_back)
-        if out:
-            self._leaving(cost, out[-1])
         return out
 
     def _head(self, heap: list[Group]) -> Entries | None:
@@ -223,9 +168,6 @@ class Lru:
 
     def _now(self, entries: Entries) -> Longs:
         return np.full(len(entries), self._clock)
-
-    def _leaving(self, cost: Cost, last: Entries) -> None:
-        """Up to ``last`` they were chosen to go. For policies that learn from it."""
 
     # -- groups -------------------------------------------------------------------------------------------------------------------
 

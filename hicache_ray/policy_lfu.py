@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache_ray.policy import Bytes, Cost, Entries, Longs, Lru, Worth
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Bytes, Cost, Entries, Going, Longs, Worth
 
 
 class Lfu(Lru):
@@ -31,6 +32,6 @@ class Lfu(Lru):
         keys = np.maximum(before, self._age + uses)
         return (np.maximum.accumulate(keys) if self.chained else keys), self._now(entries), np.zeros(len(entries), dtype=np.int8)
 
-    def _leaving(self, cost: Cost, last: Entries) -> None:
-        if cost > Cost.EXPIRED:
-            self._age = max(self._age, int(self._key[last[-1]]))
+    def learn(self, going: Going) -> None:
+        of_use = going.entries[self._cost[going.entries] > Cost.EXPIRED]
+        self._age = max(self._age, int(self._key[of_use].max(initial=0)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache_ray.policy import Bytes, Entries, Longs, Lru, Worth
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Bytes, Entries, Longs, Worth
 
 
 class Priority(Lru):

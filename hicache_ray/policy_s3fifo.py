@@ -15,7 +15,8 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ray.policy import Bytes, Cost, Entries, Group, Longs, Lru, Usable, Worth
+from hicache_ray.policy import Group, Lru
+from hicache_ray.policy_order import Bytes, Cost, Entries, Going, Longs, Spared, Usable, Worth
 
 #: Share of the pool that the small queue has when others want room as well.
 SMALL = 0.1
@@ -116,21 +117,23 @@ class S3Fifo(Lru):
 
     # -- who goes -----------------------------------------------------------------------------------------------------------------
 
-    def _take(self, cost: Cost, count: int, usable: Usable) -> list[Entries]:
-        """The first of one cost, up to ``count``, which stay where they are until they have gone. Who has a second chance is put behind."""
+    def _take(self, cost: Cost, count: int, usable: Usable, spared: list[Spared]) -> list[Entries]:
+        """The first of one cost, up to ``count``. Who gets a second chance is spared."""
         if cost <= Cost.EXPIRED:
             return self._all_of(cost, count, usable)
         sweep = _Sweep(self, cost, usable)
-        chosen = sweep.run(count, self._small, int(SMALL * self.capacity))
-        sweep.close()
+        chosen = sweep.run(count, self._small - sum(s.small for s in spared), int(SMALL * self.capacity))
+        spared.append(sweep.close())
         return [np.asarray(chosen, dtype=np.int32)] if chosen else []
 
-    def put_behind(self, cost: Cost, entries: Entries) -> None:
-        """To the end of the main queue, in this order."""
-        if len(entries):
-            self._clock += 1
-            self._renumber(entries)
-            self._push(cost, 0, self._clock, entries, _MAIN)
+    def learn(self, going: Going) -> None:
+        """The second chances were given: to the end of the main queue, in this order."""
+        for some in going.spared:
+            if len(some.entries):
+                self._clock += 1
+                self._credit[some.entries] = some.credits
+                self._renumber(some.entries)
+                self._push(some.cost, 0, self._clock, some.entries, _MAIN)
 
     def _all_of(self, cost: Cost, count: int, usable: Usable) -> list[Entries]:
         """What is of no use to anybody goes without a second chance, in the order of the queues."""
@@ -174,14 +177,15 @@ class _Line:
 
 
 class _Sweep:
-    """One walk over both queues of one cost. Second chances are given at once, the pages they are given to queued at the end."""
+    """One walk over both queues of one cost, as it would go. It changes nothing: what it would is in what :meth:`close` returns."""
 
     def __init__(self, policy: S3Fifo, cost: Cost, usable: Usable) -> None:
         self.policy, self.cost = policy, cost
         self.lines = tuple(_Line(policy, cost * 2 + lane, usable) for lane in (_SMALL, _MAIN))
         self.behind: dict[int, None] = {}  # put behind in this walk, and not chosen after all
         self.waited: set[int] = set()  # put behind for nothing but their successors
-        self.gone_behind: list[int] = []  # put behind, and chosen at their next turn
+        self.credits: dict[int, int] = {}  # of those who were put behind
+        self.left_small = 0  # of those who were put behind, how many from the small queue
         self.kids: dict[int, int] = {}  # of those whose successors were chosen
 
     def run(self, count: int, small: int, limit: int) -> list[int]:
@@ -190,7 +194,7 @@ class _Sweep:
         stuck = False  # all that the main queue has is kept by successors
         while len(chosen) < count:
             first, main = self.lines[_SMALL].peek(), self._main()
-            page, again = first if first is not None and (small > limit or main is None or stuck) else main, False
+            page = first if first is not None and (small > limit or main is None or stuck) else main
             if page is None:
                 break
             if page == first:
@@ -200,16 +204,15 @@ class _Sweep:
             elif page in self.waited and first is not None and self._followed(page):
                 stuck = True
                 continue
-            elif again := page in self.behind:
+            elif page in self.behind:
                 del self.behind[page]
             else:
                 self.lines[_MAIN].ahead.pop()
             if self._again(page, page == first):
                 self.behind[page] = None
+                self.left_small += page == first
                 continue
             chosen.append(page)
-            if again:
-                self.gone_behind.append(page)
         return chosen
 
     def _main(self) -> int | None:
@@ -221,19 +224,21 @@ class _Sweep:
 
     def _again(self, page: int, small: bool) -> bool:
         """Whether a page whose turn it is gets a second chance. If not it goes, and whoever it follows has one successor less."""
-        credit, followed = int(self.policy._credit[page]), self._followed(page)
+        credit, followed = self.credits.get(page, int(self.policy._credit[page])), self._followed(page)
         if credit or (followed and page not in self.waited):
             if not credit:
                 self.waited.add(page)
-            self.policy._credit[page] = 0 if small else max(credit - 1, 0)
+            self.credits[page] = 0 if small else max(credit - 1, 0)
             return True
         parent = int(self.policy._parent[page])
         if self.policy._link[page] and self.policy._link[page] == self.policy._born[parent]:
             self.kids[parent] = self.kids.get(parent, int(self.policy._kids[parent])) - 1
         return False
 
-    def close(self) -> None:
-        """Queue what was put behind."""
+    def close(self) -> Spared:
+        """Those who were put behind and not chosen after all."""
         for line in self.lines:
             line.close()
-        self.policy.put_behind(self.cost, np.asarray([*self.gone_behind, *self.behind], dtype=np.int32))
+        left = list(self.behind)
+        credits = np.asarray([self.credits[page] for page in left], dtype=np.int8)
+        return Spared(self.cost, np.asarray(left, dtype=np.int32), credits, self.left_small)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +16,7 @@ from hicache_ray.index import from_bits, to_bits
 from hicache_ray.keys import is_other, other, page_of, tagged
 from hicache_ray.records import Span, slots_array
 from hicache_ray.residency import Residency
-from hicache_ray.resume import ORDER, Match, Part, Plan
+from hicache_ray.resume import ORDER, Limit, Match, Part, Plan
 from hicache_ray.spec import CacheSpec, Tier
 from hicache_ray.transfer import Transfer
 
@@ -74,22 +76,67 @@ def tokens(spec: CacheSpec, parts: Sequence[Part]) -> int:
     return max((len(p.pages) * spec[p.component].page_span for p in parts), default=0) * spec.page_size
 
 
-def fits(res: Residency, match: Match, plan: Plan, incoming: Sequence[Part]) -> bool:
-    """Whether the host pools can take the pages from storage beside the host pages that the plan uses itself."""
-    for component, count in need(incoming).items():
-        place = (Tier.HOST, component)
-        used = [p.pages for p in plan.of(Tier.HOST) if p.component == component]
-        entries = res.index.find(match.path.names(component, [i for pages in used for i in pages.tolist()]))
-        if count > res.room(place) - res.reserve(place) - int(np.count_nonzero(res.idle(place, entries))):
-            return False
-    return True
+@dataclass(frozen=True)
+class Taking:
+    """What a component's pages from L3 would take. ``come``: those that L3 alone has and nobody brings yet; ``hold``: host pages that a
+    plan may use, and whose slots then cannot be had; both as bits over base pages. ``room``: slots for both together; ``flight``: how many
+    may be brought."""
+
+    come: int
+    hold: int
+    room: int
+    flight: int
+
+    def refusal(self, come: int, hold: int) -> Limit:
+        """Why so many cannot come beside so many that are held."""
+        if come > self.flight:
+            return Limit.IN_FLIGHT
+        return Limit.HOST_ROOM if come and come + hold > self.room else Limit.NONE
 
 
-def could_fit(res: Residency, plan: Plan, incoming: Sequence[Part]) -> bool:
-    """Whether the host pools could take them if nobody else leased anything there."""
-    used = {part.component: len(part.pages) for part in plan.of(Tier.HOST)}
-    room = {c: res.capacity[(Tier.HOST, c)] - res.reserve((Tier.HOST, c)) for c in need(incoming)}
-    return all(count + used.get(c, 0) <= room[c] for c, count in need(incoming).items())
+@dataclass(frozen=True)
+class Intake:
+    """What the host can take of a prompt's pages from L3: of which plans, and at which lengths."""
+
+    match: Match
+    taking: Mapping[str, Taking]
+
+    def refusal(self, plan: Plan, drafts: bool = False) -> Limit:
+        """Why a plan's pages cannot come from L3; ``drafts``: those of drafts as well, for which no target waits."""
+        out = [Limit.NONE]
+        for name, takes in self.taking.items():
+            if self.match.spec[name].role == "draft" and not drafts:
+                continue
+            come, hold = (_bits([p for p in plan.of(tier) if p.component == name]) for tier in (Tier.STORAGE, Tier.HOST))
+            out.append(takes.refusal((come & takes.come).bit_count(), (hold & takes.hold).bit_count()))
+        return Limit.IN_FLIGHT if Limit.IN_FLIGHT in out else Limit.HOST_ROOM if Limit.HOST_ROOM in out else Limit.NONE
+
+    def bounds(self) -> tuple[tuple[Limit, int], ...]:
+        """The same of all lengths at once, drafts apart: sets of legal lengths, for :func:`hicache_ray.plan.choose`."""
+        legal, page = self.match.lengths(*ORDER), self.match.spec.page_size
+        flight = room = legal
+        for c in (c for c in self.match.spec.components if c.role != "draft"):
+            takes = self.taking[c.name]
+            flight &= lengths.fitting(c, takes.come, takes.flight, legal, page)
+            room &= lengths.fitting(c, takes.come, 0, legal, page) | lengths.fitting(c, takes.come | takes.hold, takes.room, legal, page)
+        return ((Limit.IN_FLIGHT, flight), (Limit.HOST_ROOM, room))
+
+
+def intake(res: Residency, match: Match, come: Sequence[Part], tokens: int, alone: bool = False) -> Intake:
+    """``come``: of what L3 alone has of the prompt, what nobody brings yet; ``tokens``: that may be brought. ``alone``: as if nobody else
+    leased anything on the host."""
+    taking = {}
+    for c in res.spec.components:
+        place = (Tier.HOST, c.name)
+        hold = match.present[Tier.HOST][c.name] & ~match.present[Tier.DEVICE][c.name]
+        room = res.capacity[place] if alone else res.room(place)
+        if not alone and hold:
+            pages = np.flatnonzero(from_bits(hold, hold.bit_length()))
+            idle = res.idle(place, res.index.find(match.path.names(c.name, pages.tolist())))
+            hold = _pages(pages[idle].astype(np.int32))
+        flight = max(0, tokens // (c.page_span * res.spec.page_size))
+        taking[c.name] = Taking(_bits([p for p in come if p.component == c.name]), hold, room - res.reserve(place), flight)
+    return Intake(match, taking)
 
 
 def slices(spec: CacheSpec, moved: Transfer, stops: Sequence[int]) -> list[Slice]:
@@ -175,6 +222,11 @@ def note(res: Residency, found: Match) -> None:
             if tagged(c.name, kind) in told:
                 entries = res.index.find([other(k) for k in keys] if kind else keys)
                 res.set_durable(c.name, entries, from_bits(told[tagged(c.name, kind)], len(entries)))
+
+
+def _bits(parts: Sequence[Part]) -> int:
+    """The pages of some parts."""
+    return reduce(or_, (_pages(part.pages) for part in parts), 0)
 
 
 def _pages(pages: npt.NDArray[np.int32]) -> int:

@@ -157,6 +157,7 @@ class Outcome:
     """What one rank reports of one record. ``error`` is a sentence, empty when all went well; bits may be partial either way.
 
     ``refused``: the error is what was asked for, not what became of it. ``retry``: of a lookup, there may be more when asked again.
+    ``late``: the error is that there was no answer in time.
     """
 
     bits: tuple[int, ...] = ()
@@ -168,6 +169,7 @@ class Outcome:
     refused: bool = False
     count: int = 0
     retry: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from hicache_ray.keys import is_other, space_of
 from hicache_ray.lease import Lease, Leases, Place
 from hicache_ray.ledger import DROP, FLUSH, Gone
 from hicache_ray.policies import make
-from hicache_ray.policy import Bytes, Cost, Entries, Lru, Worth, order
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Bytes, Cost, Entries, Worth, order
 from hicache_ray.records import Slots
 from hicache_ray.settings import Eviction
 from hicache_ray.slots import SlotPool

@@ -6,51 +6,30 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Generator, Mapping
 
 import numpy as np
 
 from hicache_ray import compute, lengths, load, plan, prefetch, transfer
-from hicache_ray.cost import Cost
+from hicache_ray.asking import Asking
 from hicache_ray.descent import Descent
 from hicache_ray.fetches import Fetches
-from hicache_ray.keys import tagged
-from hicache_ray.match import match
-from hicache_ray.records import Lookup, Merged, Move, Record
+from hicache_ray.records import Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import ORDER, Limit, Match, Plan
-from hicache_ray.settings import LoadPolicy, PrefetchPolicy, Settings
+from hicache_ray.resume import Limit, Match, Plan
+from hicache_ray.settings import PrefetchPolicy, Settings
 from hicache_ray.spec import Kind, Tier
 from hicache_ray.story import Job, Phase, Story, Wait
 from hicache_ray.why import Evidence
 
 
-class Restore:
+class Restore(Asking):
     """Over one :class:`Residency`. ``next_id`` numbers records; ``descent`` makes room."""
 
     def __init__(self, res: Residency, settings: Settings, next_id: Callable[[], int], descent: Descent) -> None:
-        self.res = res
-        self.spec = res.spec
-        self.settings = settings
-        self._next_id = next_id
+        super().__init__(res, settings, next_id)
         self.descent = descent
-        self.clock: Callable[[], float] = float  # stands still at 0.0 until a group gives it its own
         self.fetches = Fetches(res, next_id, lambda: self.clock(), self._told)
-        self.cost = Cost(res.spec, settings) if settings.load_or_recompute is LoadPolicy.COST else None
-
-    def match(self, job: Job) -> Match:
-        """What is where now, L1 and L2."""
-        return match(self.res, job.path, job.allowed, not self.settings.exact)
-
-    def questions(self, found: Match) -> list[tuple[tuple[bytes, ...], tuple[str, ...]]]:
-        """What to ask L3 of a prompt: keys, and the components under them, of each the kinds of bytes that count."""
-        kinds = (False,) if self.settings.exact else (False, True)
-        named: dict[tuple[bytes, ...], list[str]] = {}
-        for c in self.spec.components:
-            named.setdefault(found.keys_of(c.name), []).extend(tagged(c.name, kind) for kind in kinds)
-        return [(keys, tuple(names)) for keys, names in named.items() if keys]
 
     # -- L3 to L2 -----------------------------------------------------------------------------------------------------------------
 
@@ -90,17 +69,18 @@ class Restore:
 
     def _choose(self, job: Job, found: Match) -> None:
         """Plan a resume, hold what of it is in L2, and have the rest brought from L3."""
-        chosen = plan.choose(found, self._threshold, partial(self._refusal, found))
-        chosen, decision = self._weigh(job, found, chosen)
-        if self._refusal(found, chosen) is not Limit.NONE:  # what is left to refuse is a draft's, and no target waits for that
+        intake = self._intake(found)
+        chosen = plan.choose(found, self._threshold, intake.bounds())
+        chosen, decision = self._weigh(job, found, chosen, intake)
+        if intake.refusal(chosen, drafts=True) is not Limit.NONE:  # what is left to refuse is a draft's, and no target waits for that
             chosen = plan.at(found, chosen.length, chosen.limit, LOCAL)
         # What was weighed is what is read: where the wait is bounded by its cost, nothing is added to it.
         if self.settings.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE and chosen.of(Tier.STORAGE) and self.cost is None:
             more = plan.fallback(found, chosen)
-            chosen = more if self._refusal(found, more) is Limit.NONE else chosen
+            chosen = more if intake.refusal(more, drafts=True) is Limit.NONE else chosen
         job.limit = self._reason(job, chosen.limit) if job.limit is Limit.NONE else job.limit
         job.evidence = Evidence(found, chosen, job.told, decision)
-        self.hold(job, found, chosen, (Tier.HOST,))
+        self.hold(job, found, chosen, waits=True)
         job.wanted = chosen.length
         if not chosen.of(Tier.STORAGE):
             return
@@ -121,8 +101,8 @@ class Restore:
         found = self.match(job)
         got = found.longest(*LOCAL)
         if got < job.wanted:
-            job.limit = why
-        self.hold(job, found, plan.at(found, got), (Tier.HOST,))
+            job.limit = Limit.DROPPED if self.stale(job) else why
+        self.hold(job, found, plan.at(found, got), waits=True)
         self._ready(job)
 
     def _ready(self, job: Job) -> None:
@@ -140,55 +120,12 @@ class Restore:
         if self.res.storage and not self.stale(job):
             self._choose(job, self.fetches.with_arrived(job, found))
 
-    def _ask(self, job: Job, found: Match, deadline_s: float) -> Generator[Record | Wait, Merged, Match]:
-        """What L3 says that it has. An answer from before a drop is none."""
-        if self.cost is not None:
-            deadline_s = min(deadline_s, self.cost.ask_s(found, len(job.request.tokens)))
-            if not deadline_s:
-                job.limit = Limit.COST
-                return found
-        job.phase = Phase.LOOKUP
-        told: dict[str, tuple[int, ...]] = {}
-        sure: dict[str, tuple[int, ...]] = {}  # of that what has been said for good: a page that is not in it is not there
-        until, answered = self.clock() + deadline_s, True
-        for keys, names in self.questions(found):
-            answer = yield from self._answer(job.request.rid, keys, names, until)
-            told |= answer.found
-            answered = not (answer.late or answer.error)
-            if not answered:
-                break
-            sure |= {} if answer.retry else answer.found
-        if self.stale(job) or not self.res.storage:  # what was dropped or detached meanwhile gives nothing, whatever it has said
-            job.limit = job.limit if answered else Limit.LOOKUP
-            return self.match(job)
-        local = self.match(job)
-        found, job.told = local.with_storage(told), told
-        if not answered and found.longest(*ORDER) < found.ceiling:
-            job.limit = Limit.LOOKUP
-        prefetch.note(self.res, local.with_storage(sure))
-        return found
-
-    def _answer(
-        self, rid: str, keys: tuple[bytes, ...], names: tuple[str, ...], until: float
-    ) -> Generator[Record | Wait, Merged, Merged]:
-        """One question. Where the store could not say all, once more in what is left of the time; should that be too little, what it has
-        said holds as far as it goes, and the answer is late."""
-        left_s = until - self.clock()
-        if left_s <= 0:
-            return Merged(late=True)
-        answer = yield Lookup(self._next_id(), rid, keys, names, left_s)
-        if not answer.retry or answer.late or answer.error:
-            return answer
-        left_s = until - self.clock()
-        again = (yield Lookup(self._next_id(), rid, keys, names, left_s)) if left_s > 0 else Merged(late=True)
-        return replace(answer, late=True) if again.late or again.error else again
-
     def _wait_for_room(self, job: Job, found: Match) -> Generator[Record | Wait, Merged, Match]:
         """Where others have leased the host memory that the best plan needs, or bring as much as may be on its way, wait for them, holding
         nothing. The wait has a bound; after that the request takes what fits."""
         while True:
-            best = plan.choose(found, self._threshold, partial(self._never, found))
-            if self._refusal(found, best) is Limit.NONE:
+            best = plan.choose(found, self._threshold, self._intake(found, alone=True).bounds())
+            if self._intake(found).refusal(best) is Limit.NONE:
                 return found
             told = found.found[Tier.STORAGE]
             answer = yield Wait.ROOM
@@ -199,22 +136,12 @@ class Restore:
             if answer.late:
                 return found
 
-    def _refusal(self, found: Match, chosen: Plan) -> Limit:
-        """Why a plan's pages cannot come from L3 now."""
-        incoming = self.fetches.missing(found.path, chosen.of(Tier.STORAGE))
-        tokens = prefetch.tokens(self.spec, incoming)
-        if tokens and self.fetches.tokens + tokens > self.settings.prefetch_tokens_in_flight:
-            return Limit.IN_FLIGHT
-        return Limit.NONE if prefetch.fits(self.res, found, chosen, incoming) else Limit.HOST_ROOM
+    def _intake(self, found: Match, alone: bool = False) -> prefetch.Intake:
+        """What of it can come from L3 now; ``alone``: if nobody else wanted anything."""
+        tokens = self.settings.prefetch_tokens_in_flight - (0 if alone else self.fetches.tokens)
+        return prefetch.intake(self.res, found, self.fetches.apart(found), tokens, alone)
 
-    def _never(self, found: Match, chosen: Plan) -> Limit:
-        """Why they could not even if nobody else wanted anything."""
-        incoming = self.fetches.missing(found.path, chosen.of(Tier.STORAGE))
-        if prefetch.tokens(self.spec, incoming) > self.settings.prefetch_tokens_in_flight:
-            return Limit.IN_FLIGHT
-        return Limit.NONE if prefetch.could_fit(self.res, chosen, incoming) else Limit.HOST_ROOM
-
-    def _weigh(self, job: Job, found: Match, chosen: Plan) -> tuple[Plan, Mapping[str, float | str]]:
+    def _weigh(self, job: Job, found: Match, chosen: Plan, intake: prefetch.Intake) -> tuple[Plan, Mapping[str, float | str]]:
         """The plan by which the first token is there soonest, and the numbers behind it."""
         if self.cost is None:
             return chosen, {}
@@ -222,7 +149,7 @@ class Restore:
         job.patience_s = choice.patience_s
         if choice.length < chosen.length:
             chosen = plan.at(found, choice.length, Limit.COST)
-            if self._refusal(found, chosen) is not Limit.NONE:
+            if intake.refusal(chosen) is not Limit.NONE:
                 chosen = plan.at(found, self.cost.local(found, len(job.request.tokens)), Limit.COST)
         return chosen, choice.numbers
 
@@ -299,6 +226,7 @@ class Restore:
 
     def _find_fork(self, job: Job, found: Match) -> None:
         """Where the prompt leaves a path that is cached and goes on: whoever leaves it there next will want a state, too."""
+        job.fork = 0  # of an earlier load, whose path may be gone
         full = next((c for c in self.spec.components if c.kind is Kind.FULL and c.role == "target" and c.page_span == 1), None)
         if full is None:
             return
@@ -317,18 +245,15 @@ class Restore:
 
     # -- small things -----------------------------------------------------------------------------------------------------------
 
-    def stale(self, job: Job) -> bool:
-        """Whether what the request is of was dropped after it began: it publishes nothing any more."""
-        return self.res.stale(job.space, job.era)
-
-    def hold(self, job: Job, found: Match, chosen: Plan, tiers: Sequence[Tier] = LOCAL) -> None:
-        """Lease a plan's pages in these tiers, so that they stay. They count as used together."""
+    def hold(self, job: Job, found: Match, chosen: Plan, waits: bool = False) -> None:
+        """Lease a plan's local pages, so that they stay. They count as used together. ``waits``: the request waits for the device, and must
+        not keep that from the one who has it: those on the host alone."""
         for part in chosen.parts:
-            if part.tier in tiers:
+            if part.tier in ((Tier.HOST,) if waits else LOCAL):
                 entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 place = (part.tier, part.component)
                 self.res.touch(place, entries)
-                if tiers is not LOCAL:  # the request only waits: what passes through the host needs room there
+                if waits:  # what passes through the host meanwhile needs room there
                     fresh = np.cumsum(self.res.idle(place, entries))
                     entries = entries[fresh <= max(0, self.res.room(place) - self.res.reserve(place))]
                 job.leases.append(self.res.leases.take(job.request.rid, place, self.res.slots(place, entries)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ray import lengths
 from hicache_ray.keys import other, tagged
-from hicache_ray.spec import CacheSpec, Tier
+from hicache_ray.spec import CacheSpec, Component, Tier
 
 #: Nearest first.
 ORDER = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
@@ -89,6 +91,24 @@ class Match:
                 union[name] |= bits
         return lengths.legal(self.spec.components, union, self.allowed, self.spec.page_size)
 
+    def anywhere(self, component: str, tiers: Collection[Tier] = ORDER) -> int:
+        """Which of a component's pages any of the tiers has."""
+        return reduce(or_, (bits.get(component, 0) for tier, bits in self.present.items() if tier in tiers), 0)
+
+    def needs(self, k: int, draft_tiers: Collection[Tier] = ORDER) -> Iterator[tuple[Component, int, Mapping[Tier, int]]]:
+        """The rule backwards: of each component how many pages of it a resume at ``k`` pages takes (a draft may have fewer), and which of
+        them (bits over base pages) come from which tier, each from the nearest that has it. ``draft_tiers``: those that drafts may use."""
+        for component in self.spec.components:
+            length = k
+            if component.role == "draft":
+                length = lengths.drafted(component, self.anywhere(component.name, draft_tiers), k, self.spec.page_size)
+            wanted = lengths.needed_bits(component, length, self.spec.page_size)
+            out = {}
+            for tier in ORDER:
+                out[tier] = wanted & self.present.get(tier, {}).get(component.name, 0)
+                wanted ^= out[tier]
+            yield component, length, out
+
     def longest(self, *tiers: Tier) -> int:
         return lengths.longest(self.lengths(*tiers))
 
@@ -125,6 +145,9 @@ class Limit(str, Enum):
     COST = "recomputing is sooner done than loading (cache.load_or_recompute)"
     LOAD_FAILED = "a copy from the host failed"
     LOOKUP = "storage did not answer in time"
+    LOOKUP_FAILED = "storage could not say what it has"
+    DETACHED = "storage was detached meanwhile"
+    DROPPED = "what the request is of was dropped meanwhile"
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class LoadPolicy(str, Enum):
 
 
 class Eviction(str, Enum):
-    """Which pages leave a tier first, among those whose loss costs the same (:class:`hicache_ray.policy.Cost`)."""
+    """Which pages leave a tier first, among those whose loss costs the same (:class:`hicache_ray.policy_order.Cost`)."""
 
     LRU = "lru"
     LFU = "lfu"
@@ -64,6 +64,7 @@ class Settings:
     ``prefetch_tokens_in_flight``: most tokens on their way from L3 at once. ``selective_threshold``: at which use a page is backed up
     under ``write_through_selective``. ``device_reserve``: where pages are backed up later than they are made, the share of the device pools
     that can be had without waiting for a copy. ``backup_bytes``: most bytes of a rank on their way to L3 at once that nobody waits for.
+    ``hold_deadline_s``: how long what was prefetched is held for its caller.
     The last four are what :mod:`hicache_ray.cost` begins with, of one rank; 0: it is to find out.
     """
 
@@ -86,6 +87,7 @@ class Settings:
     copy_deadline_s: float = 30.0
     compute_deadline_s: float = 120.0
     room_deadline_s: float = 30.0
+    hold_deadline_s: float = 120.0
     load_or_recompute: LoadPolicy = LoadPolicy.ALWAYS_LOAD
     prefill_tokens_per_s: float = 0.0
     prefill_growth_per_1k: float = 0.0

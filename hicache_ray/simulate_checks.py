@@ -31,7 +31,7 @@ class WatchedCache(Cache):
         self.twin = res.seen
         self.knew: dict[str, int] = {}
         self._known_at: dict[str, int] = {}
-        self.restore.match = self._watched(self.restore.match)  # type: ignore[assignment, method-assign]
+        self.restore.match = self._watched(self.restore.match)  # type: ignore[method-assign, assignment]
 
     def _watched(self, match: Callable[[Job], Match]) -> Callable[[Job], Match]:
         def watched(job: Job) -> Match:

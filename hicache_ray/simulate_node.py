@@ -44,8 +44,8 @@ class InlinePeers(Peers):
 
     def of(self, member: Member) -> Peer:
         peer = super().of(member)
-        if not isinstance(peer._lane, InlineLane):
-            peer._lane = InlineLane()  # type: ignore[assignment]
+        if not isinstance(peer.lane, InlineLane):
+            peer.lane = InlineLane()  # type: ignore[assignment]
         return peer
 
 
@@ -63,12 +63,12 @@ class Node:
     incarnation: int = 1
     up: bool = True
     objects: OrderedDict[bytes, Stored] = field(default_factory=OrderedDict)
-    index: HomeIndex = field(default_factory=HomeIndex)
+    index: HomeIndex = field(init=False)
     evicted: Callable[[Sequence[bytes]], None] = lambda ids: None
     members: Members = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members = Members(self.clock, MembersConfig())
+        self.members, self.index = Members(self.clock, MembersConfig()), HomeIndex(clock=self.clock)
 
     @property
     def member(self) -> Member:

@@ -200,7 +200,7 @@ class Shards:
         if node.up:
             return
         node.incarnation += 1
-        node.up, node.index, node.members = True, HomeIndex(), Members(self._clock, MembersConfig())
+        node.up, node.index, node.members = True, HomeIndex(clock=self._clock), Members(self._clock, MembersConfig())
         self._introduce(node)
         self.announcers[self.all.index(node)] = self._announcer(node)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hicache_ray.index import ABSENT, Index
 from hicache_ray.lease import Lease, Leases, Place
-from hicache_ray.policy import Entries
+from hicache_ray.policy_order import Entries
 from hicache_ray.records import Slots
 from hicache_ray.residency import Residency
 from hicache_ray.simulate_content import Violation

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hicache_ray import lengths
 from hicache_ray.errors import Inconsistent
 from hicache_ray.keys import mark_of
-from hicache_ray.policy import Entries, Longs, grown
+from hicache_ray.policy_order import Entries, Longs, grown
 from hicache_ray.spec import Component, Kind
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hicache_ray.cache import Cache
-from hicache_ray.errors import Cancelled, HiCacheError, Inconsistent
+from hicache_ray.errors import Busy, Cancelled, CapacityError, HiCacheError, Inconsistent
 from hicache_ray.flights import STORE, Envelope, Flight, Tale
 from hicache_ray.ledger import Ledger
 from hicache_ray.records import Clear, Lookup, Merged, Move, Record
@@ -84,20 +84,24 @@ class Tales:
         started, tale.started, tale.waits = tale.started, True, None
         if tale.kind not in ("flush", "drop"):
             tale.deadline = None
+        waits: Wait | Record | None = None
+        failure: HiCacheError | None = None
         try:
             if error is not None:
                 waits = tale.story.throw(error)
             else:
                 waits = tale.story.send(value if started else None)  # type: ignore[arg-type]
         except StopIteration:
-            self._end(tale, None)
+            pass
         except Inconsistent:
             raise  # nobody can go on from here
-        except HiCacheError as failure:
+        except HiCacheError as why:
+            failure = why
+        self._note(tale)  # before anybody else moves: what they make go is theirs
+        if waits is None:
             self._end(tale, failure)
         else:
             self._wait(tale, waits)
-        self._note(tale)
         self._adopt_spawned()
 
     def _note(self, tale: Tale) -> None:
@@ -137,6 +141,8 @@ class Tales:
                 self._engine.append(tale)
             elif waits is Wait.CHANGE:
                 tale.deadline = self._clock() + self.cache.settings.room_deadline_s
+            elif waits is Wait.HOLD and tale.kind == "prefetch":
+                tale.deadline = self._clock() + self.cache.settings.hold_deadline_s
             elif waits is Wait.ARRIVAL:
                 tale.deadline = tale.job.deadline if tale.job is not None else None
             elif waits is Wait.ROOM:
@@ -145,8 +151,8 @@ class Tales:
         self._launch(tale, waits)
 
     def _launch(self, tale: Tale | None, record: Record, landed: Callable[[Merged], None] | None = None) -> None:
-        if tale is not None:
-            tale.deadline = None  # a record has its own
+        if tale is not None and (tale.kind not in ("flush", "drop") or isinstance(record, Clear)):
+            tale.deadline = None  # a record has its own; a clear that has begun is not given up for the time that came before it
         to_store = isinstance(record, Lookup | Clear)
         flight = Flight(record, tale, (STORE,) if to_store else self._ranks, landed=landed, begun=self._clock())
         # Copies between host and device have no deadline here: a rank that does not end one in time is lost, and its driver says so.
@@ -183,6 +189,20 @@ class Tales:
             tale = Tale(self._own_name(name), "backup", story)
             self._tales[tale.name] = tale
             self._advance(tale)
+
+    def _give_up(self, tale: Tale) -> None:
+        """Its time is over: it ends, whatever it waits for. What it has in flight keeps its slots until it is reported."""
+        what = tale.waits.value if isinstance(tale.waits, Wait) else f"all that the {tale.kind} does"
+        why: Exception = Busy(f"{what} did not happen within the timeout")
+        if tale.waits is Wait.CHANGE:
+            why = CapacityError("no room on the device: everything is in use by others; raise cache.device_tokens")
+        elif tale.waits is Wait.HOLD and tale.kind == "prefetch":
+            held_s = self.cache.settings.hold_deadline_s
+            why = Cancelled(f"nobody went on with the prefetch {tale.name} within {held_s:g} s, so it is held no longer; prefetch it again")
+        self._stop_waiting(tale)
+        for flight in [f for f in self._flights.values() if f.tale is tale]:
+            flight.tale = None
+        self._advance(tale, error=why)
 
     def _stop_waiting(self, tale: Tale) -> None:
         for queue in (self._engine, self._held_back):

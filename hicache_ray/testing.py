@@ -216,10 +216,10 @@ class Stack(Questions):
         return replace(outcome, bits=tuple(bits))
 
     def _round(self) -> bool:
-        """One step, or where only a deadline is left, the way to it. False when nothing is under way."""
+        """One step, or where only a deadline is left, the way to it. False when nothing is under way but what is held for its caller."""
         self._collect()
         if not self._inbox:
-            deadline = self.group.next_deadline()
+            deadline = self.group.next_deadline(held=False)
             if deadline is None:
                 return False
             self.clock.advance(max(0.0, deadline - self.clock()))

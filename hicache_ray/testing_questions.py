@@ -12,7 +12,8 @@ from hicache_ray.ask import ask
 from hicache_ray.cache import Cache
 from hicache_ray.copies_fake import FakeDevice
 from hicache_ray.errors import Cancelled, HiCacheError
-from hicache_ray.explain import Explainer, differing_fields, foreign_fields
+from hicache_ray.explain import Explainer
+from hicache_ray.explain_fields import differing_fields, foreign_fields
 from hicache_ray.group import Envelope, Group
 from hicache_ray.keys import Namespace, as_tokens, other, page_keys, tagged
 from hicache_ray.match import match

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import Any
 
+import numpy as np
+
 from hicache_ray import lengths
-from hicache_ray.index import ABSENT
+from hicache_ray.index import ABSENT, from_bits
 from hicache_ray.keys import other
-from hicache_ray.ledger import REFUSED, Eviction, Ledger
+from hicache_ray.ledger import UNWRITTEN, Eviction, Ledger
 from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Plan
 from hicache_ray.spec import Kind
@@ -53,18 +53,20 @@ def judge(evidence: Evidence, res: Residency, ledger: Ledger, now: float) -> Non
     if not beyond:
         return
     evidence.longer = k + 1 + ((beyond & -beyond).bit_length() - 1)
-    anywhere = {c.name: reduce(or_, (bits.get(c.name, 0) for bits in found.present.values()), 0) for c in found.spec.components}
+    anywhere = {c.name: found.anywhere(c.name) for c in found.spec.components}
     missing = []
     for c in found.spec.components:
         if c.role == "draft":
             continue
-        keys, here = found.keys_of(c.name), anywhere[c.name]
-        first = next((i for i in lengths.needed(c, evidence.longer, found.spec.page_size) if not here >> i & 1 and i < len(keys)), None)
-        if first is not None:
+        keys, page_size = found.keys_of(c.name), found.spec.page_size
+        lacks = ~anywhere[c.name] & lengths.ones(len(keys))
+        if here := lacks & lengths.needed_bits(c, evidence.longer, page_size):
+            first = lengths.shortest(here)
             missing.append(_missing(c.name, first, keys[first], evidence, anywhere, res, ledger))
-        for i in lengths.needed(c, found.ceiling, found.spec.page_size):
+        wanted = lacks & lengths.needed_bits(c, found.ceiling, page_size)
+        for i in np.flatnonzero(from_bits(wanted, len(keys))).tolist():
             # Of a path the deepest pages go first: where one was never there, those beyond it were not either.
-            if i < len(keys) and not here >> i & 1 and not ledger.miss(c.name, keys[i], now) and c.kind is Kind.FULL:
+            if not ledger.miss(c.name, keys[i], now) and c.kind is Kind.FULL:
                 break
     evidence.missing = tuple(missing)
 
@@ -75,7 +77,7 @@ def _missing(
     went = ledger.last(component, name)
     spec = evidence.found.spec
     if went is not None:
-        kind = "refused" if went.why == REFUSED else "evicted"
+        kind = went.why if went.why in UNWRITTEN else "evicted"
     elif int(res.index.find([other(name)])[0]) != ABSENT and _has_other(component, name, res):
         kind = "not_canonical"
     elif spec[component].is_state and any(anywhere[c.name] >> page & 1 for c in spec.components if not c.is_state):

@@ -5,6 +5,7 @@ A pure step; the thread around it only calls it. The homes are told in batches, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,14 @@ from hicache_ray.keys import group_of
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.directory import Directory, HomeIndex
 from hicache_ray.storage.members import Member, View
+from hicache_ray.storage.missed import MissedClears
 from hicache_ray.storage.sharded_reads import by_home, visible
 from hicache_ray.store import Store
 
+log = logging.getLogger("hicache_ray.storage")
 _JOIN_S = 5.0
-_AGAIN_S = 2.0
+_AGAIN_S = 2.0  # by then every client has heard of a change, and its puts from before have ended
+_PAST = 16
 
 
 def announce_visible(holder: str, store: Store, home: Directory, ids: Sequence[bytes], timeout_s: float) -> int:
@@ -64,7 +68,8 @@ class AnnouncerStats:
 @dataclass
 class Announcer:
     """For the node ``here``, whose store is ``store``. ``connect(member)`` gives the directory of a home; it may raise StoreError.
-    ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped.
+    ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped. ``away_s``: how long
+    ago the node was last there, with what its store has; where there is an index, clears that it missed since are caught up with first.
 
     ``evicted`` may be called from any thread, ``step`` from one.
     """
@@ -76,12 +81,15 @@ class Announcer:
     config: AnnouncerConfig = field(default_factory=AnnouncerConfig)
     clock: Callable[[], float] = time.monotonic
     index: HomeIndex | None = None
+    away_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self._missed = None if self.index is None else MissedClears(self.store, self.index, self.connect, self.clock, self.away_s)
         self.stats = AnnouncerStats()
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}
         self._told: View | None = None  # the view whose homes have been told, or are about to be
+        self._past: list[tuple[View, float]] = []  # views that some client may have used a moment longer, and when none does any more
         self._todo: dict[bytes, None] = {}
         self._said_at = 0.0
         self._stopping = threading.Event()
@@ -104,6 +112,8 @@ class Announcer:
     def step(self) -> None:
         """Tell the homes what there is to tell, within ``timeout_s``. What failed stays for the next step."""
         view = self.view()
+        if self._missed is not None:
+            self._missed.catch_up(view, self.here().node, Deadline.after(self.clock, self.config.timeout_s))
         self._plan(view)
         deadline = Deadline.after(self.clock, self.config.timeout_s)
         down: set[str] = set()
@@ -130,12 +140,20 @@ class Announcer:
 
     def _run(self) -> None:
         while not self._stopping.wait(self.config.step_s):
-            self.step()
+            try:
+                self.step()
+            except Exception:  # whatever it was: without this thread nobody would hear of anything again
+                self.stats.failures += 1
+                log.exception("a step of the announcer failed; the next one goes on")
 
     def _plan(self, view: View) -> None:
-        """Put on the list what has a home that has not heard of it: another node, or another incarnation; all of it now and then."""
-        told, due = self._told, self.clock() - self._said_at >= self.config.refresh_s
-        if told is not None and told.version == view.version and not due:
+        """Put on the list what has a home that has not heard of it: another node, or another incarnation; all of it now and then. After a
+        change twice, as a client that had not noticed it yet has told the home of before."""
+        told, now = self._told, self.clock()
+        due = now - self._said_at >= self.config.refresh_s
+        changed = told is None or told.version != view.version
+        old = [past for past, at in self._past if now >= at]
+        if not changed and not due and not old:
             return
         try:
             mine = list(self.store.scan(b"", self.config.scan_s))
@@ -149,8 +167,13 @@ class Announcer:
             if alone:  # and once more when every client has heard that others are there
                 self._said_at -= max(self.config.refresh_s - _AGAIN_S, 0.0)
         else:
-            moved = {group for group in {group_of(id) for id in mine} if told.home(group) != view.home(group)}
+            old += [told] if changed else []
+            groups = {group_of(id) for id in mine}
+            moved = {group for group in groups if any(past.home(group) != view.home(group) for past in old)}
             self._later([id for id in mine if group_of(id) in moved])
+        self._past = [(past, at) for past, at in self._past if now < at]
+        if changed and told is not None:
+            self._past = [*self._past, (told, now + _AGAIN_S)][-_PAST:]
         self._told = view
         if self.index is not None:
             for holder in view.over:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from hicache_ray.errors import ConfigError, Inconsistent, StoreError
+from hicache_ray.errors import ConfigError, Inconsistent
 from hicache_ray.storage import bits
 from hicache_ray.store import Lent, Store
 
@@ -183,7 +183,7 @@ class WriteBehind:
             self._refused += len(there) - visible.bit_count()
             self._written += len(kept)
             return kept
-        except StoreError:
+        except Exception:  # whatever is wrong with a store, the thread lives on
             self._failures += 1
             return list(batch)  # some of it may be there
 
@@ -201,6 +201,6 @@ class WriteBehind:
                     return
             try:
                 self._back.drop(undo, self._timeout_s)
-            except StoreError:
+            except Exception:  # who drops it asks the back as well, and hears of it
                 self._failures += 1
             done.update(undo)

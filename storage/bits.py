@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,3 +31,18 @@ def unpacked(value: int, count: int) -> npt.NDArray[np.bool_]:
     """The first ``count`` bits as an array of flags."""
     raw = np.frombuffer((value & ((1 << count) - 1)).to_bytes((count + 7) // 8, "little"), np.uint8)
     return np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)
+
+
+def spread(bitset: int, positions: Sequence[int]) -> int:
+    """Bit ``i`` of ``bitset`` becomes bit ``positions[i]``; ascending positions."""
+    if positions and positions[-1] - positions[0] + 1 == len(positions):
+        return bitset << positions[0]
+    out = bytearray(b"0" * (positions[-1] + 1 if positions else 0))
+    for i in each(bitset):
+        out[positions[i]] = 49
+    return int(out[::-1], 2) if out else 0
+
+
+def only(count: int, positions: Sequence[int]) -> int:
+    """The bitset of ``positions``."""
+    return spread((1 << len(positions)) - 1, positions) & ((1 << count) - 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 
 import numpy as np
 import xxhash
@@ -14,6 +13,7 @@ from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.ids import require_ids
+from hicache_ray.storage.lending import Released
 from hicache_ray.storage.segment import Array
 from hicache_ray.storage.wrappers import StoreWrapper
 from hicache_ray.store import Bytes, Lent, Store, StoreStats
@@ -74,7 +74,7 @@ class ChecksumStore(StoreWrapper):
             self._failures += failures
 
 
-class CheckedLent:
+class CheckedLent(Released):
     """The inner store's views without their trailers. What is shorter than one is a miss."""
 
     def __init__(self, ids: Sequence[bytes], inner: Lent) -> None:
@@ -93,12 +93,6 @@ class CheckedLent:
 
     def release(self) -> None:
         self._inner.release()
-
-    def __enter__(self) -> CheckedLent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 def scratch(sizes: Sequence[int]) -> list[Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -12,7 +11,7 @@ from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, wire
 from hicache_ray.storage.addresses import Views, place_of, views_of
 from hicache_ray.storage.arena import ArenaAddress
-from hicache_ray.storage.client_single import MARGIN_S, Call, get_one, put_one, release
+from hicache_ray.storage.client_single import MARGIN_S, Call, get_one, put_one, release, sealing
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import EXISTS
@@ -48,13 +47,16 @@ class ArenaClient:
 
     def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
         require_keys(keys, tags)
+        if len(keys) <= MAX_IDS and 0 < len(keys) * len(tags) <= wire.MAX_ASKED:  # nearly always
+            with self._session.asking(timeout_s) as (connection, deadline):
+                return messages.unpack_answers(connection.call(Kind.LOOKUP, messages.pack_lookup(keys, tags), deadline), tags, len(keys))
         found = {tag: Answer() for tag in tags}
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(keys, MAX_IDS):
                 for _, asked in _parts(tags, max(wire.MAX_ASKED // len(some), 1)):
                     reply = connection.call(Kind.LOOKUP, messages.pack_lookup(some, asked), deadline)
                     for tag, answer in messages.unpack_answers(reply, asked, len(some)).items():
-                        found[tag] = Answer(hit=found[tag].hit | answer.hit << at, pending=found[tag].pending | answer.pending << at)
+                        found[tag] = messages.joined(found[tag], answer, at)
         return found
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
@@ -101,6 +103,7 @@ class ArenaClient:
             asked = self._clock()
             reply = connection.call(Kind.LEASE, wire.ids(ids) + wire.real(1e9), deadline)
             lease = messages.unpack_lease(reply, len(ids))
+            require_inside(lease.offsets, lease.lengths, connection.mapped)
             return ArenaLent(self._session, connection.mapped, lease, Deadline(self._clock, asked + lease.seconds))
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
@@ -108,12 +111,14 @@ class ArenaClient:
         existed = 0
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(ids, MAX_IDS):
-                existed |= connection.call(Kind.DROP, wire.ids(some), deadline).bits(len(some)) << at
+                existed |= connection.call(Kind.DROP, wire.ids(some), deadline).all_bits(len(some)) << at
         return existed
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        if len(prefix) > ID_BYTES:
+            return 0
         with self._session.asking(timeout_s) as (connection, deadline):
-            return connection.call(Kind.CLEAR, wire.number(len(prefix), "H") + prefix, deadline).number("Q")
+            return connection.call(Kind.CLEAR, wire.number(len(prefix), "H") + prefix, deadline).last_number("Q")
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         if len(prefix) > ID_BYTES:
@@ -126,6 +131,7 @@ class ArenaClient:
                 reply = connection.call(Kind.SCAN, ask, deadline)
                 at = reply.number()
                 found += reply.ids()
+                reply.end()
                 if at == 0:
                     return iter(found)
 
@@ -133,21 +139,20 @@ class ArenaClient:
 
     def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
         with self._session.asking(timeout_s) as (connection, deadline):
-            connection.call(Kind.DESCRIBE, messages.pack_record(digest, record), deadline)
+            connection.call(Kind.DESCRIBE, messages.pack_record(digest, record), deadline).end()
 
     def described(self, timeout_s: float) -> Mapping[bytes, Mapping[str, str]]:
         with self._session.asking(timeout_s) as (connection, deadline):
-            records = json.loads(connection.call(Kind.DESCRIBED, b"", deadline).rest())
-        return {bytes.fromhex(digest): record for digest, record in records.items()}
+            return messages.unpack_records(connection.call(Kind.DESCRIBED, b"", deadline))
 
     def stats(self, timeout_s: float) -> StoreStats:
         with self._session.asking(timeout_s) as (connection, deadline):
-            return StoreStats(**json.loads(connection.call(Kind.STATS, b"", deadline).rest()))
+            return messages.unpack_stats(connection.call(Kind.STATS, b"", deadline))
 
     def ping(self, timeout_s: float) -> str:
         """Incarnation of the service that answers."""
         with self._session.asking(timeout_s) as (connection, deadline):
-            connection.call(Kind.PING, b"", deadline)
+            connection.call(Kind.PING, b"", deadline).end()
             return connection.hello.incarnation
 
     def damage(self, id: bytes) -> bool:
@@ -171,13 +176,14 @@ class ArenaClient:
         if len(granted):
             held = Deadline(self._clock, asked + reservation.seconds)
             offsets, sizes = reservation.offsets[granted], sources.sizes[granted]
-            require_inside(offsets, sizes.view(np.uint64), memory)
-            targets = memory.address + offsets.view(np.int64)
-            # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-            batch = Batch(sources.addresses[granted], targets, sizes, of_source=True, stream=True)
-            sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
-            sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline)
-            visible[granted] = sealed.flags(len(granted))
+            with sealing(connection):
+                require_inside(offsets, sizes.view(np.uint64), memory)
+                targets = memory.address + offsets.view(np.int64)
+                # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
+                batch = Batch(sources.addresses[granted], targets, sizes, of_source=True, stream=True)
+                sums = self._copier.run(batch, lambda: deadline.passed() or held.passed())
+                sealed = connection.call(Kind.SEAL, messages.pack_seal(reservation.id, sums), deadline)
+                visible[granted] = bits.unpacked(sealed.all_bits(len(granted)), len(granted))
         return bits.packed(visible)
 
     def _get(self, connection: Connection, ids: Sequence[bytes], targets: Views, deadline: Deadline) -> int:

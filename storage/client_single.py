@@ -5,11 +5,12 @@ Here the arrays of a batch would cost more than the copy of a page.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from hicache_ray.errors import StoreError
+from hicache_ray.storage import messages
 from hicache_ray.storage.addresses import Place
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
@@ -21,10 +22,6 @@ from hicache_ray.storage.wire import Kind, WireError
 
 MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
 RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
-# Bodies of messages about one object; :mod:`~hicache_ray.storage.messages` describes them.
-_ASK_LEASE, _MISS, _LEASE = struct.Struct("<I64sd"), struct.Struct("<QdB"), struct.Struct("<QdB4Q")
-_ASK_RESERVE, _RESERVATION = struct.Struct("<I64sQd"), struct.Struct("<QdBQ")
-_ASK_SEAL = struct.Struct("<QIBQ")
 
 
 class Call(NamedTuple):
@@ -39,25 +36,27 @@ class Call(NamedTuple):
 def put_one(call: Call, id: bytes, source: Place) -> bool:
     """Reserve, copy, seal: is the object visible then?"""
     memory, asked = call.connection.mapped, call.clock()
-    reply = call.connection.call(Kind.RESERVE, _ASK_RESERVE.pack(1, id, source.size, call.deadline.left() + MARGIN_S), call.deadline)
-    reservation, seconds, outcome, offset = reply.only(_RESERVATION)
+    ask = messages.ASK_RESERVE_ONE.pack(1, id, source.size, call.deadline.left() + MARGIN_S)
+    reply = call.connection.call(Kind.RESERVE, ask, call.deadline)
+    reservation, seconds, outcome, offset = reply.only(messages.RESERVATION_ONE)
     if outcome != GRANTED:
         return bool(outcome == EXISTS)
     held = Deadline(call.clock, asked + seconds)
-    piece = Piece(source.address, _inside(memory, offset, source.size), source.size)
-    # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-    checksum = call.copier.run_one(piece, True, lambda: call.deadline.passed() or held.passed())
-    body = _ASK_SEAL.pack(reservation, 1, checksum is not None, checksum or 0)
-    return call.connection.call(Kind.SEAL, body, call.deadline).bits(1) == 1
+    with sealing(call.connection):
+        piece = Piece(source.address, _inside(memory, offset, source.size), source.size)
+        # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
+        checksum = call.copier.run_one(piece, True, lambda: call.deadline.passed() or held.passed())
+        body = messages.SEAL_ONE.pack(reservation, 1, checksum is not None, checksum or 0)
+        return call.connection.call(Kind.SEAL, body, call.deadline).all_bits(1) == 1
 
 
 def get_one(call: Call, id: bytes, target: Place) -> bool:
     """Lease, copy, verify, release. Raises as the get of many does."""
     memory, asked = call.connection.mapped, call.clock()
-    reply = call.connection.call(Kind.LEASE, _ASK_LEASE.pack(1, id, call.deadline.left() + MARGIN_S), call.deadline)
-    if reply.size == _MISS.size:
+    reply = call.connection.call(Kind.LEASE, messages.ASK_LEASE_ONE.pack(1, id, call.deadline.left() + MARGIN_S), call.deadline)
+    if reply.size == messages.MISS_ONE.size:
         return False
-    lease, seconds, _, *numbers = reply.only(_LEASE)
+    lease, seconds, _, *numbers = reply.only(messages.LEASE_ONE)
     held, loan, good, bad = Deadline(call.clock, asked + seconds), Loan(*numbers), False, False
     at = _inside(memory, loan.offset, loan.length)
     try:
@@ -73,6 +72,16 @@ def get_one(call: Call, id: bytes, target: Place) -> bool:
         raise
     release(call.connection, release_body(lease, int(bad), 1), call.clock)
     return good
+
+
+@contextmanager
+def sealing(connection: Connection) -> Iterator[None]:
+    """What is reserved is void at once, if it is not sealed: the connection is of no more use then."""
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def release(connection: Connection, body: bytes, clock: Callable[[], float]) -> None:

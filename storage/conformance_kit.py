@@ -130,7 +130,8 @@ class Rules:
 
 
 def key(number: int, space: int = 0) -> bytes:
-    return bytes([space]) * SPACE_BYTES + bytes(GROUP_BYTES) + number.to_bytes(DIGEST_BYTES, "big")
+    """Numbers from ``256 ** DIGEST_BYTES`` on are in other groups."""
+    return bytes([space]) * SPACE_BYTES + number.to_bytes(GROUP_BYTES + DIGEST_BYTES, "big")
 
 
 def name(number: int) -> bytes:

@@ -120,10 +120,14 @@ class ClusterClient:
 
     def close(self) -> None:
         self._closed = True
+        self._here.close()  # first: the memory of this node is what others wait for, and the other nodes may take their time
         self._questions.close()
+        self._close_sharded()
+        self._here.close()
+
+    def _close_sharded(self) -> None:
         if self._sharded is not None and os.getpid() == self._pid:  # in a forked child its threads and locks are not
             self._sharded.close()
-        self._here.close()
 
     # -- whom to ask -------------------------------------------------------------------------------------------------------------
 
@@ -204,6 +208,8 @@ class ClusterClient:
         if self._sharded is None:
             self._sharded = ShardedStore(known.here, self._view, self._connect, known.shard, self._clock)
         self._target = self._sharded
+        if self._closed:  # meanwhile, by a thread that did not see it
+            self._close_sharded()
 
     def _view(self) -> View:
         known = self._known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import select
+import contextlib
 import socket
 import threading
 import time
@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import messages, wire
+from hicache_ray.storage.frames import FrameSocket, now
 from hicache_ray.storage.messages import Hello
 from hicache_ray.storage.segment import Segment
-from hicache_ray.storage.wire import Kind, Reader, Splitter, WireError
+from hicache_ray.storage.wire import Kind, Reader, WireError
 
-_RECV = 256 << 10
+_MOST_S = 1e6
 _ATTEMPTS, _ATTEMPT_S = 500, 0.002
 
 
@@ -39,7 +40,8 @@ class Deadline(NamedTuple):
 
     @classmethod
     def after(cls, clock: Callable[[], float], seconds: float) -> Deadline:
-        return cls(clock, clock() + seconds)
+        """``seconds`` beyond some days are cut to that: no timer takes them."""
+        return cls(clock, clock() + (seconds if seconds < _MOST_S else _MOST_S))
 
     def passed(self) -> bool:
         return self.clock() >= self.at
@@ -53,35 +55,22 @@ class Deadline(NamedTuple):
 
 
 class Connection:
-    """One request at a time. After any error the connection is of no more use: a late answer must not meet a later question."""
+    """One request at a time. ``clean``: no exchange is half way, and it is not closed; only then may it serve another call: a late answer
+    must not meet a later question."""
 
     def __init__(self, path: str, deadline: Deadline) -> None:
         """Connects and greets. Raises StoreError."""
-        self._path, self._request, self._splitter = path, 0, Splitter(wire.REPLY)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._readable = select.poll()
-        self._readable.register(self._sock, select.POLLIN)
+        self._path, self._request, self.clean = path, 0, True
         self.segment: Segment | None = None  # set by the pool once the hello is known
         try:
-            try:
-                self._connect(deadline)
-            except OSError as error:
-                raise self._translated(error) from error
+            self._frames = FrameSocket(_connected(path, deadline), wire.REPLY)
+        except OSError as error:
+            raise self._translated(error) from error
+        try:
             self.hello: Hello = messages.unpack_hello(self.call(Kind.HELLO, b"", deadline))
         except BaseException:
             self.close()
             raise
-
-    def _connect(self, deadline: Deadline) -> None:
-        """A Unix socket with a timeout does not wait while the listener's queue is full, so we do, for a second at most."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            self._sock.settimeout(deadline.left())
-            try:
-                return self._sock.connect(self._path)
-            except BlockingIOError:
-                if attempt == _ATTEMPTS:
-                    raise
-                time.sleep(_ATTEMPT_S)
 
     @property
     def mapped(self) -> Segment:
@@ -91,51 +80,70 @@ class Connection:
 
     def call(self, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
         """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused."""
+        until = now() + deadline.left()
         try:
-            self._send(kind, body, deadline, hung_up=True)
-            while (frame := self._splitter.next()) is None:
-                self._sock.settimeout(deadline.left())
-                data = self._sock.recv(_RECV)
-                if not data:
-                    raise StoreClosed(f"the arena's service at {self._path} hung up")
-                self._splitter.feed(data)
+            with contextlib.suppress(BrokenPipeError):  # the service has hung up; perhaps it has said why
+                self._send(kind, body, until)
+            frame = self._frames.receive(until)
         except OSError as error:
             raise self._translated(error) from error
+        if frame is None:
+            raise StoreClosed(f"the arena's service at {self._path} hung up")
         if frame.kind == Kind.ERROR:
+            self.clean = frame.request == self._request
             raise Refused(f"the arena's service refused: {messages.text(frame.body)}")
         if frame.kind != kind or frame.request != self._request:
             raise WireError("the answer belongs to another question")
+        self.clean = True
         return Reader(frame.body)
 
     def tell(self, kind: Kind, body: bytes, deadline: Deadline) -> None:
         """Send what has no answer."""
+        until = now() + deadline.left()
         try:
-            self._send(kind, body, deadline)
+            self._send(kind, body, until)
         except OSError as error:
             raise self._translated(error) from error
+        self.clean = True
 
     def alive(self) -> bool:
-        """False once the service has hung up: an idle connection has nothing to read."""
-        return not self._readable.poll(0)
+        """False once the service has hung up, or this was closed."""
+        return self.clean and self._frames.alive()
 
     def close(self) -> None:
-        self._sock.close()
+        """Idempotent."""
+        self.clean = False
+        self._frames.close()
         self.segment = None
 
-    def _send(self, kind: Kind, body: bytes, deadline: Deadline, hung_up: bool = False) -> None:
-        """``hung_up``: it is no error that the service has; perhaps it has said why."""
-        self._request = (self._request + 1) & 0xFFFFFFFF
-        self._sock.settimeout(deadline.left())
-        try:
-            self._sock.sendall(wire.encode(kind, self._request, body))
-        except BrokenPipeError:
-            if not hung_up:
-                raise
+    def _send(self, kind: Kind, body: bytes, until: float) -> None:
+        frame = wire.encode(kind, (self._request + 1) & 0xFFFFFFFF, body)
+        self.clean, self._request = False, (self._request + 1) & 0xFFFFFFFF
+        self._frames.send(frame, until)
 
     def _translated(self, error: OSError) -> StoreError:
         if isinstance(error, TimeoutError):
             return StoreTimeout(f"the arena's service at {self._path} did not answer within the deadline")
         return StoreClosed(f"the arena's service at {self._path} cannot be reached: {error.strerror or error}")
+
+
+def _connected(path: str, deadline: Deadline) -> socket.socket:
+    """A Unix socket with a timeout does not wait while the listener's queue is full, so we do, for a second at most."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        for attempt in range(1, _ATTEMPTS + 1):
+            sock.settimeout(deadline.left())
+            try:
+                sock.connect(path)
+                return sock
+            except BlockingIOError:
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(_ATTEMPT_S)
+        raise TimeoutError
+    except BaseException:
+        sock.close()
+        raise
 
 
 class Pool:
@@ -186,10 +194,10 @@ class Pool:
                     raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
 
     def give_back(self, connection: Connection | None, broken: bool) -> None:
-        """``broken``: it is closed. None: one that could not be opened."""
+        """It is kept where it is clean and not ``broken``. None: one that could not be opened."""
         with self._turn:
             self._out -= 1
-            keep = connection is not None and not broken and not self._closed
+            keep = connection is not None and connection.clean and not broken and not self._closed
             if keep and connection is not None:
                 self._idle.append(connection)
             self._turn.notify()

@@ -56,6 +56,15 @@ class Reservation:
         return [Grant(OUTCOMES[code], at) for code, at in zip(self.outcomes.tolist(), self.offsets.tolist(), strict=True)]
 
 
+class Held(NamedTuple):
+    """A reservation of one object: as :class:`Reservation`, in plain numbers."""
+
+    id: int
+    seconds: float
+    outcome: int
+    offset: int
+
+
 class Loan(NamedTuple):
     """A leased object: ``length`` bytes at ``offset`` hash to ``checksum`` while the generation word of ``offset`` is ``generation``
     (objects shorter than a block share a word; for them it says nothing)."""
@@ -104,6 +113,14 @@ class Lease:
         """One per id; None where it is a miss."""
         rows = iter(self.table.tolist())
         return [Loan(*next(rows)) if hit else None for hit in self.hit.tolist()]
+
+
+class Lending(NamedTuple):
+    """A lease of one object: as :class:`Lease`, in plain numbers. ``loan`` None: it is a miss."""
+
+    id: int
+    seconds: float
+    loan: Loan | None
 
 
 @dataclass(frozen=True, eq=False)

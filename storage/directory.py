@@ -12,8 +12,10 @@ forget, what is seen visible after that is really there.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -70,6 +72,10 @@ class Directory(Protocol):
         """Remove the entries, of every holder, whose id starts with ``prefix``, and fence it. Returns how many ids went."""
         ...
 
+    def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
+        """Prefixes that this home was told to forget in the last ``seconds``, each with how long ago, the last time."""
+        ...
+
 
 @dataclass(frozen=True)
 class DirectoryStats:
@@ -90,7 +96,7 @@ class HomeIndex:
     In arrays: about 130 bytes per id. Of an id that more than ``HOLDERS`` nodes have, it knows the first ones.
     """
 
-    def __init__(self, max_entries: int = 1 << 20) -> None:
+    def __init__(self, max_entries: int = 1 << 20, clock: Callable[[], float] = time.monotonic) -> None:
         if max_entries < 1:
             raise ConfigError(f"a home index needs room for at least one entry, not {max_entries}; raise max_entries")
         self._max = max_entries
@@ -98,6 +104,7 @@ class HomeIndex:
         self._table = IdTable(columns={"holders": f"({HOLDERS},)u2", "said": "u4"})
         self._numbers: dict[str, int] = {}  # holder -> its number in the column, from 1; 0 is nobody
         self._fences = Fences()
+        self._clock = clock
         self._calls = self._dropped = self._refused = 0
         self._closed = False
 
@@ -141,10 +148,15 @@ class HomeIndex:
 
     def forget(self, prefix: bytes, timeout_s: float) -> int:
         with self._open():
-            self._fences.add(prefix)
+            self._fences.add(prefix, self._clock())
             rows = self._table.rows(prefix)
             self._table.remove(rows)
             return len(rows)
+
+    def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
+        with self._open():
+            now = self._clock()
+            return [(prefix, now - at) for prefix, at in self._fences.since(now - seconds)]
 
     def leave(self, holder: str) -> int:
         """Drop everything of a holder that is gone. Returns how many ids it held."""
@@ -244,14 +256,20 @@ class Fences:
     def __init__(self) -> None:
         self.epoch = 0
         self._floor = 0  # announcements from before this epoch are refused whatever their prefix
-        self._last: dict[bytes, int] = {}  # oldest first
+        self._last: dict[bytes, tuple[int, float]] = {}  # prefix -> (epoch, time), oldest first
+        self._floor_at = -math.inf
 
-    def add(self, prefix: bytes) -> None:
+    def add(self, prefix: bytes, now: float = 0.0) -> None:
         self.epoch += 1
         self._last.pop(prefix, None)
-        self._last[prefix] = self.epoch
+        self._last[prefix] = (self.epoch, now)
         if len(self._last) > _FENCES:
-            self._floor = self._last.pop(next(iter(self._last)))
+            self._floor, self._floor_at = self._last.pop(next(iter(self._last)))
+
+    def since(self, moment: float) -> list[tuple[bytes, float]]:
+        """(prefix, when) of the fences of that moment and later; everything, where one that is not known any more is of then."""
+        known = [(prefix, at) for prefix, (_, at) in self._last.items() if at >= moment]
+        return known if self._floor_at < moment else [(b"", self._floor_at), *known]
 
     def passed(self, ids: Sequence[bytes], since: int) -> int:
         """Bitset of the ids that no fence later than ``since`` stands before."""
@@ -260,5 +278,5 @@ class Fences:
             return everything
         if since < self._floor:
             return 0
-        fences = tuple(prefix for prefix, epoch in self._last.items() if epoch > since)
+        fences = tuple(prefix for prefix, (epoch, _) in self._last.items() if epoch > since)
         return bits.pack([not id.startswith(fences) for id in ids])

@@ -28,8 +28,9 @@ from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import DiskLent, Leases
+from hicache_ray.storage.disk_moves import Mover
 from hicache_ray.storage.disk_plan import Found, Plan
-from hicache_ray.storage.disk_segment import Segment
+from hicache_ray.storage.disk_room import RoomMaker
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
 from hicache_ray.storage.disk_work import Batch, Workers
 from hicache_ray.storage.disk_write import Writer
@@ -52,6 +53,7 @@ class DiskStore:
         self._files = DiskFiles(config, self._port)
         try:
             self._index = DiskIndex(self._files, self._files.load())
+            self._away_s = max(time.time() - self._files.written_at, 0.0) if len(self._index) else 0.0
             self._index.shrink()
             if not self._files.tidy():
                 raise ConfigError(f"files in {config.directory} cannot be removed, and they exceed the cap; check the disk")
@@ -63,8 +65,11 @@ class DiskStore:
             self._files.close()
             raise
         self._lock = threading.Condition(threading.Lock())
+        self._describing = threading.Lock()  # one writer of the records at a time, so that the last one is the newest
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
+        mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
+        self._room = RoomMaker(self._files, self._workers, mover, self._lock, self._index)
         self._leases = Leases(self._index, clock, config.lease_s, config.lease_bytes)
         self._calls = 0
         self._off: tuple[str, float] | None = None  # why writes are off, and until when
@@ -83,9 +88,11 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 plan = self._index.reserve(ids, [array.nbytes for array in arrays], self._writable())
-            while plan.wanted is not None:
-                self._grow(plan, until)
+            while plan.todo:
+                self._room.make(plan, until)
             self._write(plan, [Write(placed, arrays[placed.number]) for placed in plan.placed], until)
+            with suppress(StoreError):  # what was given up for nothing; what cannot be removed counts, and is tried again
+                self._writer.tidy(until)
             return sum(1 << i for i, id in enumerate(ids) if id in plan.visible)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
@@ -121,14 +128,14 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 existed = self._index.drop(ids)
-            self._forget(until)
+            self._writer.forget(until)
             return existed
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 count = self._index.clear(prefix)
-            self._forget(until)
+            self._writer.forget(until)
             return count
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
@@ -137,14 +144,24 @@ class DiskStore:
 
     def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
         """Kept on the disk where there is room and it can be written, else in memory only."""
-        with self._call(timeout_s) as until, self._locked(until):
-            if self._descriptions.get(digest) == dict(record):
-                return
-            self._descriptions[digest] = dict(record)
-            if self._writable():
-                try:
-                    self._files.keep_descriptions(self._descriptions)
-                except OSError as error:
+
+        def keep(staging: memoryview, batch: Batch) -> None:
+            with self._describing:  # bounded as the calls in it are; the caller has a deadline
+                with self._lock:
+                    data = self._files.claim_descriptions(self._descriptions)
+                if data is not None:
+                    self._files.keep_descriptions(data)
+
+        with self._call(timeout_s) as until:
+            with self._locked(until):
+                if self._descriptions.get(digest) == dict(record):
+                    return
+                self._descriptions[digest] = dict(record)
+                if not self._writable():
+                    return
+            (error,) = self._workers.run([keep], until)
+            if error is not None:
+                with self._locked():
                     self._turn_off(error)
 
     def described(self, timeout_s: float) -> Mapping[bytes, Mapping[str, str]]:
@@ -161,20 +178,26 @@ class DiskStore:
                 leases=len(self._leases), writes_off=self._off[0] if self._off else "",
             )  # fmt: skip
 
-    def close(self) -> None:
-        """Waits for calls under way, then leaves footers behind for a fast start. Idempotent."""
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Waits for calls under way, then leaves footers behind for a fast start. Idempotent.
+
+        After ``timeout_s`` a disk that hangs is left alone. Its files stay open, and the directory locked, as long as this process lives:
+        a call that wakes up must not meet another file under its descriptor.
+        """
+        until = time.monotonic() + timeout_s
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._lock.wait_for(lambda: not self._calls, _CLOSE_S)
+            idle = self._lock.wait_for(lambda: not self._calls, timeout_s)
         try:
-            self._writer.leave(self._index.segments(), time.monotonic() + _CLOSE_S)
+            if idle:
+                self._writer.leave(self._index.segments(), until)
         except (StoreError, OSError):
             pass  # the next start reads the records instead
         finally:
-            self._workers.close()
-            self._files.close()
+            if self._workers.close(max(until - time.monotonic(), 0.0)):
+                self._files.close()
 
     # -- beyond it ---------------------------------------------------------------------------------------------------------------
 
@@ -182,6 +205,11 @@ class DiskStore:
     def direct(self) -> bool:
         """Whether reads and writes go past the page cache."""
         return self._files.direct
+
+    @property
+    def away_s(self) -> float:
+        """Seconds from the last time that an earlier store wrote here until this one started; 0 where it left nothing."""
+        return self._away_s
 
     @property
     def index_bytes(self) -> int:
@@ -243,32 +271,13 @@ class DiskStore:
 
     @contextmanager
     def _locked(self, until: float | None = None) -> Iterator[None]:
-        """Nothing waits for the disk under the lock but ``describe``. Raises StoreTimeout."""
+        """Nothing waits for the disk under the lock. Raises StoreTimeout."""
         if not self._lock.acquire(timeout=-1 if until is None else max(until - time.monotonic(), 0.0)):
             raise StoreTimeout("the store is busy")
         try:
             yield
         finally:
             self._lock.release()
-
-    def _grow(self, plan: Plan, until: float) -> None:
-        """Make the segment that the plan waits for, and go on with it. Raises StoreTimeout; the segment is used by others then."""
-        made: list[Segment] = []
-        shape = plan.wanted
-        assert shape is not None
-
-        def job(staging: memoryview, batch: Batch) -> None:
-            made.append(self._files.make(shape, staging))
-
-        def abandoned() -> None:
-            with self._lock:
-                self._index.grown(plan, made[0] if made else None, None)
-                self._index.abandon(plan)
-
-        (error,) = self._workers.run([job], until, abandoned)
-        with self._lock:
-            self._index.grown(plan, made[0] if made else None, error)
-            self._index.proceed(plan)
 
     def _write(self, plan: Plan, writes: Sequence[Write], until: float) -> None:
         """Steps 1 to 4. Raises StoreTimeout; the slots are free then as soon as the disk lets go of them."""
@@ -319,12 +328,6 @@ class DiskStore:
                 self._leases.end(lease)
 
         return DiskLent(views, until, self.clock, end)
-
-    def _forget(self, until: float) -> None:
-        """Write what a drop changed: all of it, because an older copy of an object may wait to be overwritten elsewhere."""
-        with self._lock:
-            segments = self._index.segments()
-        self._writer.forget(segments, until)
 
     def _writable(self) -> bool:
         return self._off is None or self.clock() >= self._off[1]

@@ -43,8 +43,10 @@ class DiskFiles:
         self._books, self._making = threading.Lock(), threading.Lock()  # of the numbers here; of who makes or removes files
         self._given_up: list[Segment] = []  # their files are to be removed
         self._strays: dict[str, int] = {}  # files that could not be removed
+        self._removing = 0  # who is at it now
         self._next = 1
         self._records_bytes = 0
+        self.written_at = 0.0  # when a segment that is there was last written, of time.time()
         self._lock: int | None = None
         self._open: dict[int, Segment] = {}
         path = Path(config.directory)
@@ -131,13 +133,28 @@ class DiskFiles:
                 self.used += segment.file.shape.disk_bytes
                 del self._open[segment.number]
             strays, self._strays = self._strays, {}
+            self._removing += 1
         for segment in given_up:
             self._close_file(segment.file.descriptor)
             self._unlink(segment.file.path, segment.file.shape.disk_bytes)
         for path, size in strays.items():
             self._unlink(path, size)
         with self._books:
+            self._removing -= 1
             return not self._strays
+
+    def untidy(self) -> bool:
+        """Is there a file to remove, or one being removed?"""
+        with self._books:
+            return bool(self._given_up or self._strays or self._removing)
+
+    def sweep(self) -> None:
+        """Remove what was given up, for good: as far as the disk itself, where syncs are wanted. Raises OSError."""
+        with self._making:  # so whoever was at it is done
+            if not self.tidy():
+                raise OSError(errno.EIO, f"a file in {self.directory} cannot be removed")
+            if self.config.fsync != "never":
+                self._sync_directory()
 
     def descriptions(self) -> dict[bytes, dict[str, str]]:
         """What was kept of them; nothing where the file is missing or damaged. Raises OSError."""
@@ -154,15 +171,19 @@ class DiskFiles:
         finally:
             self._close_file(descriptor)
 
-    def keep_descriptions(self, records: Mapping[bytes, Mapping[str, str]]) -> bool:
-        """Replace the file; False where the cap has no room for it. Raises OSError."""
+    def claim_descriptions(self, records: Mapping[bytes, Mapping[str, str]]) -> bytes | None:
+        """What :meth:`keep_descriptions` must be given next, in room that is taken now; None where the cap has no room for it."""
         data = json.dumps({digest.hex(): dict(record) for digest, record in records.items()}).encode()
-        size = up(len(data))
-        if size > self.room:
-            return False
-        path, temporary = (os.path.join(self.directory, name) for name in (RECORDS, TEMPORARY))
         with self._books:
-            self.used += size
+            if up(len(data)) > self.room - sum(segment.file.shape.disk_bytes for segment in self._given_up):  # their files are there still
+                return None
+            self.used += up(len(data))
+        return data
+
+    def keep_descriptions(self, data: bytes) -> None:
+        """Replace the file, one at a time. Raises OSError."""
+        path, temporary = (os.path.join(self.directory, name) for name in (RECORDS, TEMPORARY))
+        size = up(len(data))
         try:
             descriptor = self.port.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
@@ -177,7 +198,6 @@ class DiskFiles:
             raise
         self._return(self._records_bytes)
         self._records_bytes = size
-        return True
 
     def disk_bytes(self) -> int:
         """What the files take now, as the file system counts them. Raises OSError."""
@@ -254,6 +274,7 @@ class DiskFiles:
             )
 
     def _load(self, number: int, path: str, size: int) -> None:
+        self.written_at = max(self.written_at, self.port.written_at(path))
         descriptor = self._open_file(path, 0)
         try:
             segment = disk_segment.load(self.port, number, path, descriptor, self.scratch)

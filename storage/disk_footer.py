@@ -79,7 +79,7 @@ def export(path: str | Path, listings: Sequence[Listing]) -> int:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for listing in listings:
                 writer.write_batch(pa.record_batch(_columns(listing), schema=schema))
-    except OSError as error:
+    except (OSError, pa.ArrowException) as error:
         raise StoreError(f"cannot export to {path}: {error}") from error
     return sum(len(listing.slots) for listing in listings)
 

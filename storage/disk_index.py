@@ -2,7 +2,8 @@
 
 Life of an object: ``reserve`` (invisible) -> ``record`` (its bytes are written) -> ``seal`` (visible) -> evicted, dropped or cleared. A
 slot in use by a reader or a writer is never given to another object: it is DEAD until the last user ends. Eviction is LRU within a size
-class; a class also takes the segment whose objects are older, on average, than its own oldest object. Within one call the first id counts
+class; a class also takes the segment whose objects are older, on average, than its own oldest object. Before anything is evicted, a segment
+of another class that is thin is emptied (see :mod:`hicache_ray.storage.disk_moves`). Within one call the first id counts
 as the most recently used: callers pass pages from the root down, and what stays must be root-reachable. Not thread-safe: its owner locks.
 """
 
@@ -17,8 +18,8 @@ from hicache_ray.storage import bits
 from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slot_size
 from hicache_ray.storage.disk_plan import Found, Placed, Plan
-from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment
-from hicache_ray.storage.disk_slots import SlotMap, mean_use, place, require
+from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment, require
+from hicache_ray.storage.disk_slots import SlotMap, mean_use, place
 from hicache_ray.storage.disk_table import PlaceTable, latest
 from hicache_ray.storage.holdings import Counters
 from hicache_ray.store import Answer
@@ -42,13 +43,18 @@ class DiskIndex:
     def lookup(self, keys: Sequence[bytes], tag: bytes) -> Answer:
         ids = [key + tag for key in keys]
         hit = bits.pack(at >= 0 for at in self._find(ids))
-        return Answer(hit=hit, pending=bits.pack(map(self.reserved.__contains__, ids)) if self.reserved else 0)
+        pending = bits.pack(map(self.reserved.__contains__, ids)) if self.reserved else 0
+        return Answer(hit=hit, pending=pending & ~hit)  # what moves is both
 
     def ids(self, prefix: bytes = b"") -> list[bytes]:
         return [segment.id(slot) for segment, slot in self.slots.visible(prefix)]
 
     def segments(self) -> list[Segment]:
         return list(self.slots.segments.values())
+
+    def has(self, segment: Segment) -> bool:
+        """False once it was given up: its file goes, or is gone, and its descriptor may be another file's."""
+        return self.slots.segments.get(segment.number) is segment
 
     def __len__(self) -> int:
         return len(self.table)
@@ -77,8 +83,8 @@ class DiskIndex:
         return plan
 
     def proceed(self, plan: Plan) -> None:
-        """Place what has no slot yet, until a segment must be made; whoever made it calls ``grown``, then this again."""
-        while plan.todo and plan.wanted is None:
+        """Place what has no slot yet, until a segment must be made or emptied; whoever did it calls ``grown``, then this again."""
+        while plan.todo and plan.wanted is None and plan.leaving is None:
             number, id, length = plan.todo.pop()
             if id in plan.visible:
                 plan.order.append(id)
@@ -89,14 +95,24 @@ class DiskIndex:
                 elif isinstance(at, Geometry):
                     plan.todo.append((number, id, length))
                     plan.wanted = at
+                elif isinstance(at, Segment):
+                    plan.todo.append((number, id, length))
+                    plan.leaving = at
                 else:
-                    self._place(plan, Placed(number, id, length, *at, self.slots.tick + 1))
+                    self.slots.tick += 1
+                    plan.placed.append(self.place(Placed(number, id, length, *at, self.slots.tick)))
+                    plan.order.append(id)
 
     def grown(self, plan: Plan, made: Segment | None, error: Exception | None) -> None:
-        """The segment that the plan wanted, or why there is none: then nothing more is placed."""
-        plan.wanted, plan.error = None, error
+        """The segment that the plan waited for is there, or gone, or why not: then nothing more is placed.
+
+        What others have stored since the plan was made is not stored again.
+        """
+        plan.wanted, plan.leaving, plan.error = None, None, error
         if made is not None:
             self.slots.add(made)
+        ids = [id for _, id, _ in plan.todo]
+        plan.visible |= {id for id, at in zip(ids, self._find(ids), strict=True) if at >= 0}
 
     def record(self, placed: Placed, checksum: int) -> bool:
         """Its bytes are on the disk: write its record, in memory. False where it was dropped meanwhile."""
@@ -109,17 +125,18 @@ class DiskIndex:
     def seal(self, plan: Plan, done: Sequence[Placed]) -> None:
         """Make visible those whose records are on the disk and that were not dropped meanwhile; give the others up."""
         good = [placed for placed in done if placed.segment.state[placed.slot] == RESERVED]
+        if good:
+            places = np.array([place(placed.segment, placed.slot) for placed in good], np.int64)
+            entered = self.table.insert([placed.id for placed in good], places).tolist()
+            good = [placed for placed, there in zip(good, entered, strict=True) if there]
         for placed in good:
             del self.reserved[placed.id]
             placed.segment.state[placed.slot] = SEALED
             placed.segment.sealed += 1
             placed.segment.busy -= 1
             plan.visible.add(placed.id)
-        if good:
-            places = np.array([place(placed.segment, placed.slot) for placed in good], np.int64)
-            self.table.insert([placed.id for placed in good], places)
         sealed = {placed.id for placed in good}
-        self._give_up([placed for placed in plan.placed if placed.id not in sealed])
+        self.give_up([placed for placed in plan.placed if placed.id not in sealed])
         found = zip(plan.order, self._find(plan.order), strict=True)
         self.slots.use([at for id, at in found if at >= 0 and id in plan.visible])
         self.counters.puts += len(good)
@@ -127,7 +144,23 @@ class DiskIndex:
 
     def abandon(self, plan: Plan) -> None:
         """Nobody waits for this put any more, and nobody writes for it."""
-        self._give_up(plan.placed)
+        self.give_up(plan.placed)
+
+    def place(self, placed: Placed) -> Placed:
+        """A free slot that was taken is reserved from now on."""
+        self.slots.used_bytes += placed.length
+        placed.segment.state[placed.slot] = RESERVED
+        placed.segment.busy += 1
+        self.reserved[placed.id] = placed
+        return placed
+
+    def give_up(self, places: Sequence[Placed]) -> None:
+        """Slots that were reserved are free; nobody writes to them."""
+        for placed in places:
+            if self.reserved.get(placed.id) is placed:
+                self._revoke(placed.id)
+            placed.segment.busy -= 1
+            self.slots.free(placed.segment, placed.slot, placed.length)
 
     # -- reading -----------------------------------------------------------------------------------------------------------------
 
@@ -181,12 +214,19 @@ class DiskIndex:
             self._revoke(id)
         return len(found)
 
+    def dissolve(self, segment: Segment) -> None:
+        """A segment that nobody uses goes, and its file with it."""
+        for slot in np.flatnonzero(segment.state == SEALED).tolist():
+            self._remove(segment, slot)
+        self.slots.remove(segment)
+        self.files.give_up(segment)
+
     def shrink(self) -> None:
         """Give up the coldest segments until the files fit under the cap."""
         for segment in sorted(self.segments(), key=mean_use):
             if self.files.room >= 0:
                 return
-            self._dissolve(segment)
+            self.dissolve(segment)
 
     def check(self) -> None:
         """Everything agrees with everything. Raises Inconsistent."""
@@ -230,17 +270,9 @@ class DiskIndex:
             out.append(at if segment is not None and segment.id(slot) == id else -1)
         return out
 
-    def _place(self, plan: Plan, placed: Placed) -> None:
-        self.slots.tick = placed.sequence
-        self.slots.used_bytes += placed.length
-        placed.segment.state[placed.slot] = RESERVED
-        placed.segment.busy += 1
-        self.reserved[placed.id] = placed
-        plan.placed.append(placed)
-        plan.order.append(placed.id)
-
-    def _allocate(self, length: int, plan: Plan) -> tuple[Segment, int] | Geometry | None:
-        """A free slot, making room where there is none; or the segment to make, whose room is taken; None where there is none to be had."""
+    def _allocate(self, length: int, plan: Plan) -> tuple[Segment, int] | Geometry | Segment | None:
+        """A free slot, making room where there is none; or the segment to make, whose room is taken, or to empty, which takes nothing new;
+        None where there is none to be had."""
         size, most = slot_size(length), self.files.config.segment
         while plan.error is None and length <= most:
             at = self.slots.take_free(size)
@@ -250,6 +282,10 @@ class DiskIndex:
             if shape is not None:
                 self.files.claim(shape)
                 return shape
+            if size not in plan.compared and (thin := self.slots.thin(size)) is not None:
+                plan.compared.add(size)
+                self.slots.close(thin)
+                return thin
             if not self._make_room(size, plan):
                 return None
         return None
@@ -259,11 +295,11 @@ class DiskIndex:
         if size in plan.starved:
             return False
         own = self.slots.oldest(size, plan.start)
-        coldest = self.slots.coldest(size, plan.start) if own is None or size not in plan.compared else None
-        plan.compared.add(size)
+        coldest = self.slots.coldest(size, plan.start) if own is None or size not in plan.weighed else None
+        plan.weighed.add(size)
         if coldest is not None and (own is None or mean_use(coldest) < own[0]):
             self.counters.evictions += coldest.sealed
-            self._dissolve(coldest)
+            self.dissolve(coldest)
             return True
         if own is None:
             plan.starved.add(size)
@@ -271,13 +307,6 @@ class DiskIndex:
         self.counters.evictions += 1
         self._remove(*self.slots.at(own[1]))
         return True
-
-    def _dissolve(self, segment: Segment) -> None:
-        """A segment that nobody uses goes, and its file with it."""
-        for slot in np.flatnonzero(segment.state == SEALED).tolist():
-            self._remove(segment, slot)
-        self.slots.remove(segment)
-        self.files.give_up(segment)
 
     def _remove(self, segment: Segment, slot: int) -> None:
         self.table.remove(segment.id(slot), place(segment, slot))
@@ -290,10 +319,3 @@ class DiskIndex:
             placed.segment.state[placed.slot] = DEAD
             if placed.segment.records["magic"][placed.slot]:
                 placed.segment.write_record(placed.slot, b"")
-
-    def _give_up(self, plan: Sequence[Placed]) -> None:
-        for placed in plan:
-            if self.reserved.get(placed.id) is placed:
-                self._revoke(placed.id)
-            placed.segment.busy -= 1
-            self.slots.free(placed.segment, placed.slot, placed.length)

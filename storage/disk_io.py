@@ -54,6 +54,10 @@ class DiskOs:
     def size(self, descriptor: int) -> int:
         return os.fstat(descriptor).st_size
 
+    def written_at(self, path: str) -> float:
+        """Seconds, of time.time()."""
+        return os.stat(path).st_mtime
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 

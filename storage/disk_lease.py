@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from hicache_ray.storage import bits
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_plan import Found
+from hicache_ray.storage.lending import Released
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Leases:
             self.end(lease)
 
 
-class DiskLent:
+class DiskLent(Released):
     """A :class:`~hicache_ray.store.Lent` of read-only memoryviews."""
 
     def __init__(self, views: Sequence[memoryview | None], until: float, clock: Callable[[], float], end: Callable[[], None]) -> None:
@@ -88,9 +88,3 @@ class DiskLent:
         if not self._released:
             self._released = True
             self._end()
-
-    def __enter__(self) -> DiskLent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()

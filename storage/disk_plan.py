@@ -36,16 +36,19 @@ class Plan:
     """One put. What was used at ``start`` or later is not evicted for it.
 
     ``todo``: (number, id, length) of objects without a slot yet, the next one last. ``wanted``: the segment that must be made before
-    ``proceed`` can go on; its room is taken already. ``error``: why the disk gave no more room.
+    ``proceed`` can go on; its room is taken already. ``leaving``: one that must be emptied before. ``error``: why there is no more room.
+    Slot sizes for which other classes were looked at: for thin segments (``compared``), for cold ones (``weighed``), in vain (``starved``).
     """
 
     start: int
     todo: list[tuple[int, bytes, int]]
     wanted: Geometry | None = None
+    leaving: Segment | None = None
     placed: list[Placed] = field(default_factory=list)
     order: list[bytes] = field(default_factory=list)  # found and placed, in the order of the call
     visible: set[bytes] = field(default_factory=set)
     refused: int = 0
     error: Exception | None = None
     compared: set[int] = field(default_factory=set)
+    weighed: set[int] = field(default_factory=set)
     starved: set[int] = field(default_factory=set)

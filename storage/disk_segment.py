@@ -46,6 +46,7 @@ class Segment:
     has_footer: bool = False
     footed: int = -1  # ``newest`` as the footer has it
     flushing: bool = False  # somebody is writing what was dirty
+    leaving: bool = False  # it takes nothing new: its objects move elsewhere
     busy: int = 0
     sealed: int = 0
     used_sum: int = 0
@@ -107,16 +108,17 @@ class Segment:
 
     def check(self) -> None:
         where, state = f"segment {self.number}", self.state
-        _require(sorted(self.free) == np.flatnonzero(state == FREE).tolist(), f"{where}: the free list is wrong")
-        _require(self.sealed == int((state == SEALED).sum()), f"{where}: the count of visible objects is wrong")
-        _require(self.used_sum == int(self.used[state == SEALED].sum()), f"{where}: the sum of uses is wrong")
-        _require(self.newest >= int(self.used[state == SEALED].max(initial=0)), f"{where}: newest is wrong")
+        require(sorted(self.free) == np.flatnonzero(state == FREE).tolist(), f"{where}: the free list is wrong")
+        require(self.sealed == int((state == SEALED).sum()), f"{where}: the count of visible objects is wrong")
+        require(self.used_sum == int(self.used[state == SEALED].sum()), f"{where}: the sum of uses is wrong")
+        require(self.newest >= int(self.used[state == SEALED].max(initial=0)), f"{where}: newest is wrong")
         whole = form.whole_records(self.records, self.file.uid, self.file.shape.slot_bytes)
-        _require(bool(whole[state == SEALED].all()), f"{where}: a visible object has no record")
-        _require(not whole[state == FREE].any(), f"{where}: a free slot has a record")
+        require(bool(whole[state == SEALED].all()), f"{where}: a visible object has no record")
+        require(not whole[state == FREE].any(), f"{where}: a free slot has a record")
 
 
-def _require(holds: bool, what: str) -> None:
+def require(holds: bool, what: str) -> None:
+    """Raises Inconsistent."""
     if not holds:
         raise Inconsistent(what)
 

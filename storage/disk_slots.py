@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hicache_ray.errors import Inconsistent
-from hicache_ray.storage.disk_segment import DEAD, FREE, SEALED, Segment
+from hicache_ray.storage.disk_segment import DEAD, FREE, SEALED, Segment, require
 
 _SLOT_BITS = 24
 _MASK = (1 << _SLOT_BITS) - 1
@@ -44,10 +43,10 @@ class SlotMap:
         """A segment in which nothing is visible and that nobody uses."""
         size = segment.file.shape.slot_bytes
         for lines in (self._classes, self._open):
-            line = lines[size]
+            line = lines.get(size, {})
             line.pop(segment.number, None)
             if not line:
-                del lines[size]
+                lines.pop(size, None)
         self._victims.pop(size, None)
         del self.segments[segment.number]
 
@@ -69,7 +68,33 @@ class SlotMap:
         self.used_bytes -= length
         segment.state[slot] = FREE
         segment.free.append(slot)
-        self._open.setdefault(segment.file.shape.slot_bytes, {})[segment.number] = segment
+        if not segment.leaving:
+            self._open.setdefault(segment.file.shape.slot_bytes, {})[segment.number] = segment
+
+    def thin(self, size: int) -> Segment | None:
+        """A segment of another class, at most half full and used by nobody, whose objects fit into free slots of others of its class: the
+        one with the fewest."""
+        found = None
+        for other, line in self._open.items():
+            free = sum(len(segment.free) for segment in line.values()) if other != size else 0
+            for segment in line.values() if free else ():
+                fits = segment.sealed <= free - len(segment.free) and 2 * segment.sealed <= segment.file.shape.slots
+                if fits and not segment.busy and (found is None or segment.sealed < found.sealed):
+                    found = segment
+        return found
+
+    def close(self, segment: Segment) -> None:
+        """It takes nothing new."""
+        segment.leaving = True
+        del self._open[segment.file.shape.slot_bytes][segment.number]
+
+    def reopen(self, segment: Segment) -> None:
+        """The same that takes objects again; what moved is as old as it was, elsewhere."""
+        size = segment.file.shape.slot_bytes
+        segment.leaving = False
+        if segment.free:
+            self._open.setdefault(size, {})[segment.number] = segment
+        self._victims.pop(size, None)
 
     def hide(self, segment: Segment, slot: int) -> None:
         """A visible object is visible no more; its slot is free now, or when the last reader lets go."""
@@ -137,7 +162,7 @@ class SlotMap:
         """The coldest segment of another class that nobody uses now, nor since ``before``."""
         if len(self._classes) == 1 and size in self._classes:
             return None
-        others = (s for s in self.segments.values() if s.file.shape.slot_bytes != size and not s.busy and s.newest < before)
+        others = (s for s in self.segments.values() if s.file.shape.slot_bytes != size and not (s.busy or s.leaving) and s.newest < before)
         return min(others, key=mean_use, default=None)
 
     def check(self) -> None:
@@ -145,7 +170,7 @@ class SlotMap:
         for segment in self.segments.values():
             segment.check()
             is_open = segment.number in self._open.get(segment.file.shape.slot_bytes, {})
-            require(is_open == bool(segment.free), f"segment {segment.number}: the open list is wrong")
+            require(is_open == (bool(segment.free) and not segment.leaving), f"segment {segment.number}: the open list is wrong")
         require(sum(segment.busy for segment in self.segments.values()) >= sum(self.pins.values()), "pins do not add up")
         require(all(self.at(at)[0].state[at & _MASK] == DEAD for at in self.dead), "a dead object has no slot")
         require(self.dead.keys() <= self.pins.keys(), "a dead object is pinned by nobody")
@@ -173,8 +198,3 @@ def place(segment: Segment, slot: int) -> int:
 def mean_use(segment: Segment) -> float:
     """How recently its objects were used; an empty segment goes first."""
     return segment.used_sum / segment.sealed if segment.sealed else -1.0
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Inconsistent(what)

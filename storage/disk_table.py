@@ -36,12 +36,22 @@ class PlaceTable:
         rows = self._table.find(_named(hashes_of(ids)))
         return np.where(rows >= 0, self._table["place"][rows], -1)
 
-    def insert(self, ids: Ids, places: Places) -> None:
-        """Ids that are not there and differ from each other."""
+    def insert(self, ids: Ids, places: Places) -> npt.NDArray[np.bool_]:
+        """Flags: which of them are there now. Not one whose hash another id has, be it of this call."""
         names = _named(hashes_of(ids))
         new = (self._table.find(names) < 0) & ~self._table.repeated(names)
         rows = self._table.add(names[new])
         self._table["place"][rows] = places[new]
+        entered: npt.NDArray[np.bool_] = new
+        return entered
+
+    def move(self, id: bytes, old: int, new: int) -> bool:
+        """False where it does not lie at ``old``."""
+        rows = self._table.find(_named(hashes_of([id])))
+        if rows[0] < 0 or self._table["place"][rows[0]] != old:
+            return False
+        self._table["place"][rows] = new
+        return True
 
     def remove(self, id: bytes, place: int) -> None:
         """Raises Inconsistent where it is not there."""

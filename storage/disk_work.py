@@ -10,10 +10,11 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from hicache_ray.errors import StoreClosed, StoreTimeout
+from hicache_ray.errors import StoreTimeout
+from hicache_ray.storage.connection import Overloaded
+from hicache_ray.storage.lanes import Lane
 
 _QUEUE = 64  # calls that may wait, roughly: behind a disk that hangs, the next are refused at once
 
@@ -95,9 +96,7 @@ class Workers:
     def __init__(self, threads: int, staging_bytes: int) -> None:
         self._threads, self.staging_bytes = threads, staging_bytes
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self._queued = 0  # batches' places in the queue of the pool
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hicache-disk")
+        self._lane = Lane("disk", threads, _QUEUE * threads)
 
     def run(self, jobs: Sequence[Job], until: float, abandoned: Callable[[], None] = lambda: None) -> list[Exception | None]:
         """Do the jobs by ``until`` (of time.monotonic); returns the error of each.
@@ -122,24 +121,19 @@ class Workers:
                 raise error
         return batch.errors
 
-    def close(self) -> None:
-        """Waits for the calls of the operating system that are under way."""
-        self._pool.shutdown(wait=True)
+    def close(self, timeout_s: float) -> bool:
+        """Waits for the calls of the operating system that are under way; False where one of them hangs still."""
+        self._lane.close(timeout_s)
+        return not self._lane.busy()
 
     def _submit(self, batch: Batch) -> bool:
-        with self._lock:
-            if self._queued >= _QUEUE * self._threads:
-                return False
-            try:
-                self._pool.submit(self._work, batch)
-            except RuntimeError as error:
-                raise StoreClosed("this handle of the store is closed") from error
-            self._queued += 1
-            return True
+        try:
+            self._lane.submit(lambda: self._work(batch))
+        except Overloaded:
+            return False
+        return True
 
     def _work(self, batch: Batch) -> None:
-        with self._lock:
-            self._queued -= 1
         if not hasattr(self._local, "staging"):
             self._local.staging = memoryview(mmap.mmap(-1, self.staging_bytes))
         batch.work(self._local.staging)

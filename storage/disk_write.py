@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import disk_segment
@@ -22,16 +22,20 @@ class Writer:
         self._port, self._workers, self._lock, self._index = port, workers, lock, index
         self._between, self._after = fsync == "always", fsync != "never"
 
-    def store(self, writes: Sequence[Write], until: float, abandoned: Callable[[], None]) -> tuple[list[Write], Exception | None]:
+    def store(
+        self, writes: Sequence[Write], until: float, abandoned: Callable[[], None], replacing: bool = False
+    ) -> tuple[list[Write], Exception | None]:
         """Write objects into the slots reserved for them; returns those whose records are on the disk, and what went wrong, if anything.
 
+        ``replacing``: there are older records of these objects, so whoever finds a new one must find the bytes.
         Raises StoreTimeout or StoreClosed; ``abandoned()`` is called then, as soon as nobody writes any more.
         """
-        refused = self.flush({write.segment for write in writes}, until, self._between, abandoned)
+        between = self._between or (replacing and self._after)
+        refused = self.flush({write.segment for write in writes}, until, between, abandoned)
         writes = [write for write in writes if write.segment not in refused]
         segments = {write.segment for write in writes}
         errors = self._workers.run(write_jobs(self._port, writes, self._workers.staging_bytes), until, abandoned)
-        if self._between:
+        if between:
             errors += self._workers.run(sync_jobs(self._port, list(segments)), until, abandoned)
             if any(errors):
                 return [], next(filter(None, errors))
@@ -46,10 +50,10 @@ class Writer:
     ) -> dict[Segment, Exception]:
         """Write the records that changed in memory; also waits for those that another thread is writing. Returns the failures.
 
-        What failed stays dirty. ``sync``: as far as the disk itself.
+        What failed stays dirty. Segments that were given up have nothing to write. ``sync``: as far as the disk itself.
         """
         with self._lock:
-            segments = [segment for segment in segments if segment.dirty or segment.flushing]
+            segments = [segment for segment in segments if (segment.dirty or segment.flushing) and self._index.has(segment)]
             for segment in segments:
                 segment.busy += 1
         if not segments:
@@ -78,12 +82,21 @@ class Writer:
 
         self._workers.run([footer(segment) for segment in stale], until)
 
-    def forget(self, segments: Collection[Segment], until: float) -> None:
-        """What was dropped must not come back. Raises StoreError."""
-        refused = self.flush(segments, until, self._after)
+    def forget(self, until: float) -> None:
+        """What was dropped must not come back: writes all that changed, as an older copy of an object may wait to be overwritten elsewhere,
+        and removes the files that were given up. Raises StoreError."""
+        with self._lock:
+            segments = self._index.segments()
+        refused = list(self.flush(segments, until, self._after).values()) + self.tidy(until)
         if refused:
-            why = next(iter(refused.values()))
-            raise StoreError(f"the objects are gone from memory, but the disk refused ({why}): some may come back at the next start")
+            raise StoreError(f"the objects are gone from memory, but the disk refused ({refused[0]}): some may come back at the next start")
+
+    def tidy(self, until: float) -> list[Exception]:
+        """Remove the files that were given up, and wait for who is removing some; returns what went wrong. Raises StoreError."""
+        files = self._index.files
+        if not files.untidy():
+            return []
+        return [error for error in self._workers.run([lambda staging, batch: files.sweep()], until) if error is not None]
 
     def flip(self, found: Found, until: float) -> bool:
         """For tests: flip one stored bit. False where the disk refused."""

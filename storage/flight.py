@@ -6,8 +6,8 @@
     get_flight_info(path)      path: one prefix in hex. Tickets for all its objects
     do_action("stats")         the counters of the store as JSON
 
-``data`` goes out of the store's own memory. Every call needs the header ``authorization: Bearer <token>``. Bulk transfers between nodes
-use :mod:`~hicache_ray.storage.tcp`, which is several times faster.
+``data`` is copied and verified before it goes out: a slow reader may take longer than any lease. Every call needs the header
+``authorization: Bearer <token>``. Bulk transfers between nodes use :mod:`~hicache_ray.storage.tcp`, which is several times faster.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _server_class(flight: Any) -> Any:
             self._store = store
 
         def do_get(self, context: Any, ticket: Any) -> Any:
-            return flight.GeneratorStream(SCHEMA, _batches(self._store, _told(flight, _ids_of, ticket.ticket)))
+            batches = _batches(self._store, _told(flight, _ids_of, ticket.ticket))
+            return flight.GeneratorStream(SCHEMA, _all_told(flight, batches))
 
         def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
             prefix = _told(flight, _prefix_of, criteria)
@@ -142,6 +143,12 @@ def _told(flight: Any, call: Any, *arguments: Any) -> Any:
         raise flight.FlightServerError(str(error)) from error
 
 
+def _all_told(flight: Any, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same for what fails while a reader reads."""
+    while (batch := _told(flight, next, batches, None)) is not None:
+        yield batch
+
+
 def _ids_of(ticket: bytes) -> list[bytes]:
     """Raises StoreError."""
     if len(ticket) == ID_BYTES:
@@ -164,7 +171,7 @@ def _prefix_of(text: bytes) -> bytes:
 
 
 def _batches(store: Store, ids: Sequence[bytes]) -> Iterator[pa.RecordBatch]:
-    """One batch per object that is there and fits its checksum. The lease ends with the stream, also when the reader goes away."""
+    """One batch per object that is there and fits its checksum. Raises StoreError."""
     for at in range(0, len(ids), _PER_TICKET):
         some = ids[at : at + _PER_TICKET]
         with store.lease(some, _STORE_S) as lent:
@@ -176,10 +183,11 @@ def _batches(store: Store, ids: Sequence[bytes]) -> Iterator[pa.RecordBatch]:
 
 
 def _batch(id: bytes, i: int, known: int | None, lent: Lent) -> pa.RecordBatch | None:
+    """Of a copy, as the bytes wait for the reader's network, and nobody waits for that with the store's memory."""
     view = lent.views[i]
-    if view is None or (known is not None and checksum(as_array(view)) != known) or not lent.valid() >> i & 1:
+    data = None if view is None else as_array(view).copy()
+    if data is None or (known is not None and checksum(data) != known) or not lent.valid() >> i & 1:
         return None
-    data = view if isinstance(view, pa.Buffer) else pa.py_buffer(view)
-    offsets = pa.py_buffer(np.array([0, data.size], np.int64))
-    column = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])
+    offsets = pa.py_buffer(np.array([0, data.nbytes], np.int64))
+    column = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(data)])
     return pa.RecordBatch.from_arrays([pa.array([id], pa.binary(ID_BYTES)), column, pa.array([known], pa.uint64())], schema=SCHEMA)

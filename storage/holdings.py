@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class State(enum.IntEnum):
 
 
 #: What is kept per object. ``pins``: open leases, plus one while a writer holds it; ``tick``: when it was last used; ``serial``: grows
-#: with every object that has the row.
+#: with every object that has the row. It comes round after 2**32 of them, which none lives through that remembers it: reservations are open
+#: for seconds.
 COLUMNS = {
     **{"length": "i8", "offset": "i8", "checksum": "u8", "tick": "i8", "pins": "i4", "serial": "i4"},
     **{"kind": "i2", "tenant": "i2", "state": "u1"},
@@ -61,6 +63,7 @@ class Holdings:
     def __init__(self, slabs: SlabMap, generations: Any, caps: Mapping[str, int] | None) -> None:
         self.slabs = slabs
         self.generations: npt.NDArray[np.uint64] = np.asarray(generations, np.uint64)
+        slabs.on_carved = partial(_carved, self.generations)
         self.table = IdTable(columns=COLUMNS)
         self.tenants = Tenants(caps)
         self.counters = Counters()
@@ -179,14 +182,31 @@ class Holdings:
         return np.flatnonzero((offsets >= low) & (offsets < high) & (states != FREE))
 
     def assign(self, space: bytes, tenant: str) -> None:
-        """Ids that begin with ``space`` belong to ``tenant`` from now on; what they hold moves to it."""
-        number = self.tenants.assign(space, tenant)
+        """Ids that begin with ``space`` belong to ``tenant`` from now on; what they hold moves to it, and its oldest go if that is over its
+        cap. Raises StoreError."""
+        before, number = self.tenants.assign(space, tenant)
+        if before == number:
+            return
         state = self.table["state"]
         rows = np.flatnonzero(self.table.starting(space) & (state != FREE))  # dead ones too
         for sign in (-1, 1):
             self.tenants.count(self.table["tenant"][rows], self.table["length"][rows], sign)
             self.tenants.count_objects(self.table["tenant"][rows[state[rows] == SEALED]], sign)
             self.table["tenant"][rows] = number
+        self.order.back(-1)  # the lines of both were made before
+        self.tenants.forget(before)
+        self.shrink(number, 0, self.tick + 1)
+
+    def shrink(self, tenant: int, wanted: int, before: int) -> None:
+        """Evict the oldest of a tenant, as far as they may go and were not used at tick ``before`` or later, until ``wanted`` bytes more
+        fit under its cap."""
+        usage = self.tenants.usage[tenant]
+        while usage.cap and (over := usage.bytes + wanted - usage.cap) > 0:
+            rows = self.oldest("tenant", tenant, 1 + over // max(usage.bytes // max(usage.objects, 1), 1), before)
+            if not len(rows):
+                return
+            younger = np.cumsum(self.table["length"][rows]) - self.table["length"][rows]
+            self.evict(rows[younger < over])
 
     def check(self) -> None:
         """Raises Inconsistent."""
@@ -224,3 +244,9 @@ class Holdings:
         table["pins"][rows] = 0
         table["tick"][rows] = -1
         table.free(rows)
+
+
+def _carved(generations: npt.NDArray[np.uint64], low: int, high: int) -> None:
+    """An object that lay here began at another block, perhaps, than what comes in its place: whoever still reads it must see that. (Not a
+    method: slabs that knew their owner would keep the memory mapped.)"""
+    generations[low // BLOCK : high // BLOCK] += np.uint64(1)

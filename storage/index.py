@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from hicache_ray.storage import bits
 from hicache_ray.storage.claims import Claim, Claims
-from hicache_ray.storage.descriptors import GRANTED, Lease, Reservation, Sums
+from hicache_ray.storage.descriptors import GRANTED, Held, Lease, Lending, Loan, Reservation, Sums
 from hicache_ray.storage.holdings import FREE, RESERVED, SEALED, Holdings
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.room import place
-from hicache_ray.storage.singles import Placed, let_go_one, pin_one, place_one, show_one, use_one
+from hicache_ray.storage.singles import let_go_one, pin_one, place_one, show_one, use_one
 from hicache_ray.storage.slabs import BLOCK, SlabMap, require
 from hicache_ray.storage.table import FEW
 from hicache_ray.store import Answer, StoreStats
@@ -42,7 +42,9 @@ class Limits:
 
 class ArenaIndex(Holdings):
     """``generations``: one 64-bit word per BLOCK bytes of data (in shared memory when in use); it grows when a slot that starts in the
-    block is given out. ``first_id``: lease and reservation ids count from here; incarnations start apart, so that an old id names nothing.
+    block is given out, and when the slab around it is cut anew; it never comes round.
+
+    ``first_id``: lease and reservation ids count from here; incarnations start apart, so that an old id names nothing.
     Not thread-safe: its owner locks.
     """
 
@@ -59,13 +61,18 @@ class ArenaIndex(Holdings):
     # -- questions ---------------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Ids, tag: bytes) -> Answer:
+        return self.lookup_tags(keys, [tag])[0]
+
+    def lookup_tags(self, keys: Ids, tags: Sequence[bytes]) -> list[Answer]:
+        """One answer per tag."""
         self.expire()
         if len(keys) <= FEW and self.singly:
-            return self._look(keys, tag)
-        rows = self.table.find_pairs(keys, tag)
-        states = np.where(rows >= 0, self.table["state"][rows], FREE)
-        pending = bits.packed(states == RESERVED) if self.claims.holds else 0
-        return Answer(hit=bits.packed(states == SEALED), pending=pending)
+            return [self._look(keys, tag) for tag in tags]
+        found = self.table.find_tagged(keys, tags)
+        if not self.claims.holds:  # nothing is reserved: whatever is found is visible
+            return [Answer(bits.packed(rows >= 0)) for rows in found]
+        states = [np.where(rows >= 0, self.table["state"][rows], FREE) for rows in found]
+        return [Answer(bits.packed(state == SEALED), bits.packed(state == RESERVED)) for state in states]
 
     def ids(self, prefix: bytes = b"") -> list[bytes]:
         return unpacked(self.packed_ids(prefix))
@@ -105,14 +112,24 @@ class ArenaIndex(Holdings):
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """Slots for new objects, evicting older ones; never evicts what this same call found or placed."""
         self.expire()
-        room = None if self.limits.pending_bytes is None or not self.pending_bytes else self.limits.pending_bytes - self.pending_bytes
-        seconds, most = min(seconds, self.limits.hold_s), self.slabs.capacity_bytes + 1
         if len(ids) == 1 and self.singly:
-            length = min(int(lengths[0]), most)
-            one = place_one(self, bytes(ids[0]), length, room)
+            one = self._reserve_one(bytes(ids[0]), int(lengths[0]), owner, seconds)
             if one is not None:
-                return self._reserved_one(one, length, owner, seconds)
-        batch = place(self, packed(ids), np.minimum(np.asarray(lengths, np.uint64), most).astype(np.int64), room)
+                return Reservation(one.id, one.seconds, np.array([one.outcome], np.uint8), np.array([one.offset], np.uint64))
+        return self._reserve(packed(ids), np.asarray(lengths, np.uint64), owner, seconds)
+
+    def reserve_one(self, id: bytes, length: int, owner: int, seconds: float) -> Held:
+        """:meth:`reserve` of one."""
+        self.expire()
+        one = self._reserve_one(id, length, owner, seconds) if self.singly else None
+        if one is None:
+            made = self._reserve(packed([id]), np.array([length], np.uint64), owner, seconds)
+            one = Held(made.id, made.seconds, made.outcomes.item(0), made.offsets.item(0))
+        return one
+
+    def _reserve(self, ids: npt.NDArray[np.uint8], lengths: npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
+        seconds = min(seconds, self.limits.hold_s)
+        batch = place(self, ids, np.minimum(lengths, self.slabs.capacity_bytes + 1).astype(np.int64), self._room())
         placed = batch.rows[batch.outcomes == GRANTED]
         order = batch.rows[batch.rows >= 0]
         size = int(self.table["length"][placed].sum())
@@ -130,10 +147,10 @@ class ArenaIndex(Holdings):
         hold = self.claims.holds.get(reservation)
         if hold is None or hold.owner != owner or len(hold.rows) != len(sums):
             return 0
+        if self.singly and sums.done[0] and (sealed := self._seal_one(reservation, hold, sums.values.item(0))) is not None:
+            return sealed
         del self.claims.holds[reservation]
         self.pending_bytes -= hold.size
-        if self.singly and len(hold.order) == len(hold.rows) == 1 and sums.done[0]:
-            return self._seal_one(hold.rows.item(0), sums.values.item(0))
         good = sums.done & (self.table["state"][hold.rows] == RESERVED)
         if not good.all():
             self.let_go(hold.rows[~good])
@@ -141,6 +158,16 @@ class ArenaIndex(Holdings):
         same = (self.table["serial"][hold.order] == hold.serials) & (self.table["state"][hold.order] == SEALED)
         self.use(hold.order[same])
         return bits.packed(good)
+
+    def seal_one(self, reservation: int, checksum: int, owner: int) -> int:
+        """:meth:`seal` of one that is not given up."""
+        self.expire()
+        hold = self.claims.holds.get(reservation)
+        if hold is not None and hold.owner == owner and self.singly:
+            sealed = self._seal_one(reservation, hold, checksum)
+            if sealed is not None:
+                return sealed
+        return self.seal(reservation, [checksum], owner)
 
     def disconnect(self, owner: int) -> None:
         """The connection is closed: nobody will seal its reservations. Leases stay until their deadline: a reader may still copy."""
@@ -154,7 +181,9 @@ class ArenaIndex(Holdings):
         self.expire()
         seconds = min(seconds, self.limits.lease_s)
         if len(ids) == 1 and self.singly:
-            return self._lease_one(bytes(ids[0]), owner, seconds)
+            one = self._lease_one(bytes(ids[0]), owner, seconds)
+            loans = np.array([one.loan], np.uint64) if one.loan is not None else np.zeros((0, 4), np.uint64)
+            return Lease(one.id, seconds, np.full(1, one.loan is not None), loans)
         table, rows = self.table, self.table.find(ids)
         hit = (rows >= 0) & (table["state"][rows] == SEALED)
         held = rows[hit]
@@ -168,6 +197,14 @@ class ArenaIndex(Holdings):
         loans[:, 2] = table["checksum"][held]
         loans[:, 3] = self.generations[offsets // BLOCK]
         return Lease(id, seconds, hit, loans)
+
+    def lease_one(self, id: bytes, owner: int, seconds: float) -> Lending:
+        """:meth:`lease` of one."""
+        if not self.singly:
+            made = self.lease([id], owner, seconds)
+            return Lending(made.id, made.seconds, made.loans[0])
+        self.expire()
+        return self._lease_one(id, owner, min(seconds, self.limits.lease_s))
 
     def release(self, lease: int, bad: int) -> None:
         """End a lease. ``bad``: bitset over its *loans* (misses not counted) whose bytes did not fit the checksum; they are dropped."""
@@ -241,32 +278,44 @@ class ArenaIndex(Holdings):
                 pending |= (not sealed) << i
         return Answer(hit=hit, pending=pending)
 
-    def _reserved_one(self, one: Placed, length: int, owner: int, seconds: float) -> Reservation:
-        number = 0
+    def _room(self) -> int | None:
+        """Bytes that may be reserved now; None: as many as there are."""
+        return None if self.limits.pending_bytes is None or not self.pending_bytes else self.limits.pending_bytes - self.pending_bytes
+
+    def _reserve_one(self, id: bytes, length: int, owner: int, seconds: float) -> Held | None:
+        """None, and nothing done, where it takes the long way."""
+        length, seconds, number = min(length, self.slabs.capacity_bytes + 1), min(seconds, self.limits.hold_s), 0
+        one = place_one(self, id, length, self._room())
+        if one is None:
+            return None
         if one.outcome == GRANTED:
             self.pending_bytes += length
             rows, serials = np.array([one.row]), np.array([self.table.cells["serial"][one.row]], np.int32)
             number = self.claims.open(self.claims.holds, Claim(self.claims.clock() + seconds, owner, rows, rows, serials, length))
-        return Reservation(number, seconds, np.array([one.outcome], np.uint8), np.array([one.offset], np.uint64))
+        return Held(number, seconds, one.outcome, one.offset)
 
-    def _seal_one(self, row: int, checksum: int) -> int:
-        cells = self.table.cells
+    def _seal_one(self, reservation: int, hold: Claim, checksum: int) -> int | None:
+        """None, and nothing done, where it takes the long way."""
+        if not len(hold.order) == len(hold.rows) == 1:
+            return None
+        del self.claims.holds[reservation]
+        self.pending_bytes -= hold.size
+        row, cells = hold.rows.item(0), self.table.cells
         if cells["state"][row] != RESERVED:  # dropped meanwhile
-            self.let_go(np.array([row]))
+            self.let_go(hold.rows)
             return 0
         show_one(self, row, checksum)
         use_one(self, row)
         return 1
 
-    def _lease_one(self, id: bytes, owner: int, seconds: float) -> Lease:
+    def _lease_one(self, id: bytes, owner: int, seconds: float) -> Lending:
         cells, row = self.table.cells, self.table.find_one(id)
         self.counters.gets += 1
         if row < 0 or cells["state"][row] != SEALED:
             self.counters.get_misses += 1
-            return Lease(0, seconds, np.zeros(1, np.bool_), np.zeros((0, 4), np.uint64))
+            return Lending(0, seconds, None)
         use_one(self, row)
         pin_one(self, row)
         number = self.claims.open(self.claims.leases, Claim(self.claims.clock() + seconds, owner, np.array([row])))
         offset = cells["offset"][row]
-        loan = (offset, cells["length"][row], cells["checksum"][row], self.generations.item(offset // BLOCK))
-        return Lease(number, seconds, np.ones(1, np.bool_), np.array([loan], np.uint64))
+        return Lending(number, seconds, Loan(offset, cells["length"][row], cells["checksum"][row], self.generations.item(offset // BLOCK)))

@@ -25,7 +25,9 @@ if sys.platform != "linux":
 __all__ = ["END", "SHORT", "receive", "send"]
 #: What a loop returns: 0, END where the peer has hung up, or the negative number of the system's error.
 END = 1
-SLICE = 256 << 10  # bytes of one system call: twice that fits into a core's own cache; measured, less takes more calls and more waking
+#: Bytes of one system call. What is sent is hashed before: twice that fits into a core's own cache. Who receives less at once is woken more
+#: often, which costs more than what is left of it in the cache saves: a third of the time of a read, with four times as many calls.
+SLICE, RECEIVED = 256 << 10, 1 << 20
 _LIMIT_NS = 2_000_000
 _WAIT_ALL, _NO_SIGNAL = int(socket.MSG_WAITALL), int(socket.MSG_NOSIGNAL)
 _MONOTONIC = int(time.CLOCK_MONOTONIC)
@@ -83,7 +85,7 @@ def _receive(descriptor: int, to: Any, sizes: Any, checksums: Any, sums: int, at
         whole = (size - 1) // BLOCK * BLOCK
         if done == 0:
             start(sums)
-        got = _recv(descriptor, target + done, min(SLICE, size - done), _WAIT_ALL)
+        got = _recv(descriptor, target + done, min(RECEIVED, size - done), _WAIT_ALL)
         if got <= 0:
             result = got if got < 0 else END
             break

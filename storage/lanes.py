@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hicache_ray.errors import StoreClosed
 from hicache_ray.storage.connection import Overloaded
+from hicache_ray.storage.threads import begin, join_all
 
 T = TypeVar("T")
 
@@ -38,8 +40,11 @@ class Lane:
                 self._lock.notify()
             elif len(self._threads) < self._workers:
                 thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                if begin(thread):
+                    self._threads.append(thread)
+                elif not self._threads:
+                    self._calls.pop()
+                    raise Overloaded(f"{self._name}: the system gives no thread that could wait for it")
         return future
 
     def close(self, timeout_s: float) -> None:
@@ -51,8 +56,16 @@ class Lane:
             self._calls.clear()
             self._lock.notify_all()
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in threads:
-            thread.join(timeout_s)
+        join_all(threads, timeout_s)
+
+    @staticmethod
+    def close_all(lanes: Iterable[Lane], timeout_s: float) -> None:
+        """Several within the time of one."""
+        waiting, until = list(lanes), time.monotonic() + timeout_s
+        for lane in waiting:
+            lane.close(0.0)
+        for lane in waiting:
+            lane.close(max(until - time.monotonic(), 0.0))
 
     def busy(self) -> bool:
         """Is any of its threads alive?"""

@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import Any
 
+from hicache_ray.storage.threads import begin
+
 log = logging.getLogger("hicache_ray.storage")
 KERNELS = ("auto", "off")
 _LOAD_S = 60.0
@@ -48,8 +50,8 @@ class Loader:
             if hasattr(loaded, self._last):  # not while another thread still imports it
                 self._module = loaded
             elif self._thread is None:
-                self._thread = threading.Thread(target=self._load, name="hicache-kernel")
-                self._thread.start()
+                thread = threading.Thread(target=self._load, name="hicache-kernel")
+                self._thread = thread if begin(thread) else None  # else the next caller tries again
 
     def _load(self) -> None:
         try:

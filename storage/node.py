@@ -23,15 +23,16 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.copying import as_array, checksum
-from hicache_ray.storage.descriptors import Lease, Reservation, Sums
+from hicache_ray.storage.descriptors import Held, Lease, Lending, Reservation, Sums
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
-from hicache_ray.store import SPACE_BYTES, Answer, Lent, Store, StoreStats
+from hicache_ray.storage.loading import Loader
+from hicache_ray.storage.promotion import Promotion, look_behind
+from hicache_ray.storage.table import FEW
+from hicache_ray.store import SPACE_BYTES, Answer, Store, StoreStats
 
 TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
-_PROMOTED = 256  # objects fetched from behind the arena in one step: between two steps the deadline is looked at
 
 Lost: TypeAlias = "list[npt.NDArray[np.uint8]] | None"  # ids that went, by (n, 64) arrays
 
@@ -59,10 +60,22 @@ class Behind(Protocol):
 class NodeStore:
     """Thread-safe. One lock, held for the arithmetic of a call and never while bytes move or ``back`` is asked."""
 
-    def __init__(self, arena: Arena, back: Store | None = None, behind: Behind | None = None) -> None:
-        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call."""
+    def __init__(
+        self,
+        arena: Arena,
+        back: Store | None = None,
+        behind: Behind | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        records: Mapping[bytes, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Takes the arena, and closes it; ``back`` and ``behind`` stay the caller's. ``behind`` may be set later, before the first call.
+        ``clock``: of the calls' deadlines. ``records``: kept from the start, so that the caps of the tenants they name hold before anybody
+        describes them. Raises StoreError."""
         self.arena, self.back = arena, back
         self.behind = behind
+        self._clock = clock
+        self._promotion = Promotion(clock)
+        self._loops = Loader("hicache_ray.storage.kernel_table", "find", "lookups take the slower way", off=False)
         self._lock = threading.Lock()  # guards the index and the records
         self._records: dict[bytes, dict[str, str]] = {}
         self._record_bytes = 0
@@ -72,9 +85,9 @@ class NodeStore:
         self._closed = False
         self._on_lost: Callable[[Sequence[bytes]], None] | None = None
         self._on_cleared: Callable[[bytes], object] | None = None
-        if back is not None:
-            for digest, record in back.described(10.0).items():
-                self._keep(digest, dict(record))
+        behind_arena = back.described(10.0) if back is not None else {}
+        for digest, record in {**behind_arena, **(records or {})}.items():
+            self._keep(digest, dict(record))
 
     def watch(self, on_lost: Callable[[Sequence[bytes]], None], on_cleared: Callable[[bytes], object]) -> None:
         """Have ``on_lost(ids)`` called with what was evicted, dropped or found damaged, and ``on_cleared(prefix)`` after every clear: on
@@ -82,6 +95,13 @@ class NodeStore:
         with self._lock:
             self._on_lost, self._on_cleared = on_lost, on_cleared
             self.arena.index.lost = []
+
+    def warm_up(self, timeout_s: float) -> bool:
+        """Load the compiled loop that finds ids, which the first lookup of many begins to do anyway; True once it is used."""
+        loaded = self._loops.warm_up(timeout_s)
+        with self._lock:
+            self._open().table.compiled = self._loops.get()
+        return loaded
 
     def owner(self) -> int:
         """A number for one connection, or one caller in this process. End it with :meth:`disconnect`."""
@@ -99,15 +119,10 @@ class NodeStore:
         """One answer per tag. A hit is here or behind. Raises StoreError."""
         with self._lock:
             index = self._open()
-            answers = [index.lookup(keys, tag) for tag in tags]
-        everything = (1 << len(keys)) - 1
-        if self.back is None or not tags or all(answer.hit == everything for answer in answers):
-            return answers
-        try:
-            found = self.back.lookup(keys if not isinstance(keys, np.ndarray) else unpacked(keys), tags, timeout_s)
-        except StoreError:  # nobody can say now what is behind; what is here is here
-            return [replace(answer, retry=everything & ~answer.hit & ~answer.pending) for answer in answers]
-        return [_union(answer, found[tag]) for answer, tag in zip(answers, tags, strict=True)]
+            if index.table.compiled is None and len(keys) > FEW:
+                index.table.compiled = self._loops.get()
+            answers = index.lookup_tags(keys, tags)
+        return answers if self.back is None else look_behind(self.back, keys, tags, answers, timeout_s)
 
     def reserve(self, ids: Ids, lengths: Sequence[int] | npt.NDArray[np.uint64], owner: int, seconds: float) -> Reservation:
         """As :meth:`ArenaIndex.reserve`."""
@@ -119,16 +134,57 @@ class NodeStore:
             self._tell_lost(lost)
         return made
 
+    def reserve_one(self, id: bytes, length: int, owner: int, seconds: float) -> Held:
+        """:meth:`reserve` of one."""
+        with self._lock:
+            index = self._open()
+            made = index.reserve_one(id, length, owner, seconds)
+            lost = self._take_lost(index)
+        if lost:
+            self._tell_lost(lost)
+        return made
+
     def seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int) -> int:
         """As :meth:`ArenaIndex.seal`; what became visible is told to ``behind``."""
-        return self._seal(reservation, checksums, owner, tell=True)
+        with self._lock:
+            index = self._open()
+            names, lengths = index.reserved(reservation) if self.behind is not None else ([], [])
+            sealed = index.seal(reservation, checksums, owner)
+        if names and sealed and self.behind is not None:
+            seen = list(bits.each(sealed))
+            self.behind.on_sealed([names[i] for i in seen], [lengths[i] for i in seen])
+        return sealed
+
+    def seal_one(self, reservation: int, checksum: int, owner: int) -> int:
+        """:meth:`seal` of one that is not given up."""
+        if self.behind is not None:
+            return self.seal(reservation, [checksum], owner)
+        with self._lock:
+            return self._open().seal_one(reservation, checksum, owner)
+
+    def missing(self, ids: npt.NDArray[np.uint8]) -> tuple[list[bytes], int]:
+        """For promotions: which of ``ids`` are neither visible nor reserved, each once; and the fence for :meth:`seal_promoted`."""
+        with self._index() as index:
+            return list(dict.fromkeys(unpacked(ids[~index.known(ids)]))), self._fence
+
+    def seal_promoted(self, reservation: int, sums: Sequence[int | None], owner: int, fence: int) -> None:
+        """:meth:`seal` what came from behind, so that ``behind`` need not know; nothing, if anything was removed since ``fence``."""
+        with self._index() as index:
+            index.seal(reservation, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
 
     def lease(self, ids: Ids, owner: int, seconds: float, timeout_s: float) -> Lease:
         """As :meth:`ArenaIndex.lease`; what is not here is fetched from behind first, as far as that is done within ``timeout_s``."""
         if self.back is not None:
-            self._promote(packed(ids), owner, timeout_s)
+            self._promotion.bring(self, self.back, packed(ids), owner, timeout_s)
         with self._lock:
             return self._open().lease(ids, owner, seconds)
+
+    def lease_one(self, id: bytes, owner: int, seconds: float, timeout_s: float) -> Lending:
+        """:meth:`lease` of one."""
+        if self.back is not None:
+            self._promotion.bring(self, self.back, packed([id]), owner, timeout_s)
+        with self._lock:
+            return self._open().lease_one(id, owner, seconds)
 
     def release(self, lease: int, bad: int) -> None:
         """As :meth:`ArenaIndex.release`."""
@@ -144,27 +200,27 @@ class NodeStore:
     def drop(self, ids: Ids, timeout_s: float) -> int:
         """Bitset of those that existed, here or behind. Raises StoreError where it is not complete behind."""
         names = unpacked(ids) if isinstance(ids, np.ndarray) else list(ids)
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         with self._removal():
             with self._index() as index:
                 existed = index.drop(ids)
             if self.behind is not None:
                 self.behind.on_removed(names, timeout_s)
-            return existed if self.back is None else existed | self.back.drop(names, until - time.monotonic())
+            return existed if self.back is None else existed | self.back.drop(names, until - self._clock())
 
     def clear(self, prefix: bytes, timeout_s: float) -> int:
         """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both, and
         against what is on its way between them. Raises StoreError where it is not complete behind."""
-        until = time.monotonic() + timeout_s
+        until = self._clock() + timeout_s
         seen = set[bytes]() if self.back is None else set(self.back.scan(prefix, timeout_s))
         with self._removal():
             with self._index() as index:
                 seen.update(index.ids(prefix) if self.back is not None else ())
                 count = index.clear(prefix)
             if self.behind is not None:
-                self.behind.on_cleared(prefix, until - time.monotonic())
+                self.behind.on_cleared(prefix, until - self._clock())
             if self.back is not None:
-                self.back.clear(until - time.monotonic(), prefix)
+                self.back.clear(until - self._clock(), prefix)
         if self._on_cleared is not None:
             self._on_cleared(prefix)
         return count if self.back is None else len(seen)
@@ -213,6 +269,8 @@ class NodeStore:
             closed, self._closed = self._closed, True
         if not closed:
             self.behind = None  # it knows this node: without it the memory is free as soon as nobody reads it
+            self._promotion.close()
+            self._loops.close()
             self.arena.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
@@ -261,61 +319,10 @@ class NodeStore:
         size = _record_bytes(digest, record) - (_record_bytes(digest, self._records[digest]) if digest in self._records else 0)
         if self._record_bytes + size > wire.MAX_RECORDS:
             raise StoreError(f"the descriptions would take {self._record_bytes + size} bytes; the store keeps {wire.MAX_RECORDS}")
-        self._records[digest] = record
-        self._record_bytes += size
         if TENANT in record and len(digest) >= SPACE_BYTES:
             self.arena.index.assign(digest[:SPACE_BYTES], record[TENANT])
-
-    def _seal(self, reservation: int, checksums: Sequence[int | None] | Sums, owner: int, tell: bool) -> int:
-        with self._lock:
-            index = self._open()
-            names, lengths = index.reserved(reservation) if tell and self.behind is not None else ([], [])
-            sealed = index.seal(reservation, checksums, owner)
-        if names and sealed and self.behind is not None:
-            seen = list(bits.each(sealed))
-            self.behind.on_sealed([names[i] for i in seen], [lengths[i] for i in seen])
-        return sealed
-
-    def _promote(self, ids: npt.NDArray[np.uint8], owner: int, timeout_s: float) -> None:
-        """Bring what is only behind into the arena, without the lock and within the deadline. Whatever fails is a miss."""
-        assert self.back is not None
-        with self._index() as index:
-            names = list(dict.fromkeys(unpacked(ids[~index.known(ids)])))
-            fence = self._fence
-        until = time.monotonic() + timeout_s
-        for start in range(0, len(names), _PROMOTED):
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            try:
-                with self.back.lease(names[start : start + _PROMOTED], left) as lent:
-                    self._bring(names[start : start + _PROMOTED], lent, owner, fence)
-            except StoreError:
-                return
-
-    def _bring(self, names: Sequence[bytes], lent: Lent, owner: int, fence: int) -> None:
-        found = [(name, as_array(view)) for name, view in zip(names, lent.views, strict=True) if view is not None]
-        if not found:
-            return
-        place = self.reserve([name for name, _ in found], [data.nbytes for _, data in found], owner, self.arena.config.hold_s)
-        granted, offsets = place.granted.tolist(), place.offsets.tolist()
-        sums: list[int | None] = [None] * len(granted)
-        try:
-            for n, i in enumerate(granted):
-                data = found[i][1]
-                self.arena.segment.data[offsets[i] : offsets[i] + data.nbytes] = data
-                sums[n] = checksum(data)
-            valid = {names[i] for i in bits.each(lent.valid())}
-            sums = [value if found[i][0] in valid else None for i, value in zip(granted, sums, strict=True)]
-        finally:
-            with self._index() as index:
-                index.seal(place.id, sums if fence == self._fence and not self._removals else [None] * len(sums), owner)
-
-
-def _union(here: Answer, behind: Answer) -> Answer:
-    hit = here.hit | behind.hit
-    pending = (here.pending | behind.pending) & ~hit
-    return Answer(hit=hit, pending=pending, retry=behind.retry & ~hit & ~pending)
+        self._records[digest] = record
+        self._record_bytes += size
 
 
 def _record_bytes(digest: bytes, record: Mapping[str, str]) -> int:

@@ -24,7 +24,8 @@ class NodeConfig:
     node is spread over. ``max_connections``, ``inflight_bytes``: of the tcp plane. ``label``: failure domain. ``shard``: where bytes go;
     the same on every node. ``flight_port``: of an Arrow Flight endpoint, 0: the system picks one, None: none. ``home_entries``: most
     entries of this node's part of the directory. ``disk``: what lies behind the arena, None: nothing; ``write_behind_bytes``: of the
-    objects that wait to be written there, at most.
+    objects that wait to be written there, at most. ``records``: described from the start, by their digests: what says whose a space is
+    must be known before its first byte, or the cap of its tenant holds too late.
     """
 
     node: str
@@ -43,6 +44,7 @@ class NodeConfig:
     flight_port: int | None = None
     disk: DiskConfig | None = None
     write_behind_bytes: int = 256 << 20
+    records: Mapping[bytes, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_member(Member(self.node, "0", "", self.label))

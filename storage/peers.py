@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -81,6 +82,10 @@ class Sent(Generic[T]):
         self.report(False)
         raise StoreTimeout(f"node {self.member.node} did not answer before the deadline")
 
+    def done(self) -> bool:
+        """Is there a result, of whatever kind, without waiting?"""
+        return self.future is None or self.future.done()
+
     def report(self, well: bool | None) -> None:
         """To the breaker, once: whoever comes first, the thread that asked or the one that waited for it."""
         with self._lock:
@@ -96,7 +101,7 @@ class Peer:
         self.member = member
         self.breaker = Breaker(clock, config.backoff_s, config.backoff_most_s)
         self._connect = connect
-        self._lane = Lane(f"node-{member.node}", config.workers)
+        self.lane = Lane(f"node-{member.node}", config.workers)
         self._lock = threading.Lock()
         self._handle: NodeHandle | None = None
         self._closed = False
@@ -118,24 +123,23 @@ class Peer:
             return Sent(self, error=error)
         sent: Sent[T] = Sent(self, tried)
         try:
-            sent.future = self._lane.submit(lambda: self._run(sent, call, deadline))
+            sent.future = self.lane.submit(lambda: self._run(sent, call, deadline))
         except StoreError as error:
             self.breaker.report(None, tried)
             return Sent(self, error=error)
         return sent
 
-    def close(self, wait_s: float = 0.0) -> None:
-        """Idempotent. ``wait_s``: how long to wait for calls that are under way."""
-        self._lane.close(0.0)
+    def close(self) -> None:
+        """Idempotent. Calls under way may go on for a moment in ``lane``."""
+        self.lane.close(0.0)
         with self._lock:
             self._closed = True
             handle, self._handle = self._handle, None
         if handle is not None:
             handle.store.close()
-        self._lane.close(wait_s)
 
     def busy(self) -> bool:
-        return self._lane.busy()
+        return self.lane.busy()
 
     def _run(self, sent: Sent[T], call: Callable[[NodeHandle, float], T], deadline: Deadline) -> T:
         well: bool | None = None
@@ -146,6 +150,9 @@ class Peer:
             return result
         except (Refused, Overloaded, Expired):
             raise
+        except (OSError, struct.error, ValueError) as error:  # whoever asks is promised a StoreError
+            well = False
+            raise StoreError(f"node {self.member.node} failed: {type(error).__name__}: {error}") from error
         except StoreError:
             well = False
             raise
@@ -158,6 +165,12 @@ def settle(sent: Iterable[Sent[T]], deadline: Deadline) -> None:
     futures = [one.future for one in sent if one.future is not None]
     if futures:
         wait(futures, max(0.0, deadline.at - deadline.clock()))
+
+
+def half(deadline: Deadline) -> Deadline:
+    """Of what is left: there must be time to do without who has not answered by then."""
+    now = deadline.clock()
+    return Deadline(deadline.clock, now + max(deadline.at - now, 0.0) / 2)
 
 
 def finish(sent: Iterable[Sent[T]], deadline: Deadline) -> None:
@@ -217,4 +230,5 @@ class Peers:
             peers, self._peers = [*self._peers.values(), *self._retired], {}
             self._retired = []
         for peer in peers:
-            peer.close(_CLOSE_S)
+            peer.close()
+        Lane.close_all([peer.lane for peer in peers], _CLOSE_S)

@@ -62,19 +62,27 @@ class Dialer:
 
 class Plane:
     """``start`` and ``close`` may be called once each; close is idempotent. ``background`` False: no threads but the server's; whoever made
-    it calls ``prober.step()`` and ``announcer.step()``."""
+    it calls ``prober.step()`` and ``announcer.step()``. ``away_s``: as the announcer's."""
 
-    def __init__(self, config: NodeConfig, node: NodeStore, store: LocalStore, clock: Callable[[], float], background: bool = True) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        node: NodeStore,
+        store: LocalStore,
+        clock: Callable[[], float],
+        background: bool = True,
+        away_s: float = 0.0,
+    ) -> None:
         incarnation = node.arena.incarnation
         self.config, self._background = config, background
-        self.home = HomeIndex(config.home_entries)
+        self.home = HomeIndex(config.home_entries, clock)
         self.members = Members(clock, config.members)
         self.me = Member(config.node, incarnation, "", config.label)
         self._pings, self._homes = Dialer(config.token), Dialer(config.token)
         self.server = TcpServer(store, config.tcp, self.home, incarnation) if config.token else None
         self.prober = Prober(config.node, self.members, self._ping)
         self.announcer = Announcer(
-            lambda: self.me, store, self.members.alive, self._home_of, config.announcer, clock=clock, index=self.home
+            lambda: self.me, store, self.members.alive, self._home_of, config.announcer, clock, self.home, away_s
         )
         self._said: tuple[View | None, bytes] = (None, b"")
         self._closing = ExitStack()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from concurrent.futures import Future, wait
 from hicache_ray.storage.lanes import Lane
 from hicache_ray.storage.members import Member, Members
 
+log = logging.getLogger("hicache_ray.storage")
 _JOIN_S = 2.0
 
 
@@ -61,13 +63,15 @@ class Prober:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
-        for lane in self._lanes.values():
-            lane.close(_JOIN_S)
+        Lane.close_all(self._lanes.values(), _JOIN_S)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             began = self._clock()
-            self.step()
+            try:
+                self.step()
+            except Exception:  # whatever it was: without this thread no death would be noticed again
+                log.exception("a round of pings failed; the next one goes on")
             if self._pause(max(0.0, began + self._members.config.ping_s - self._clock())):  # rounds start ``ping_s`` apart
                 return
 

@@ -79,12 +79,7 @@ def _within_caps(held: Holdings, ids: npt.NDArray[np.uint8], lengths: Rows, todo
         if not usage.cap:
             continue
         wanted = int(sums[sums <= usage.cap].max(initial=0))
-        while (over := usage.bytes + wanted - usage.cap) > 0:
-            rows = held.oldest("tenant", number, len(sums), start)
-            if not len(rows):
-                break
-            before = np.cumsum(held.table["length"][rows]) - held.table["length"][rows]
-            held.evict(rows[before < over])
+        held.shrink(number, wanted, start)
         fits = sums <= usage.cap - usage.bytes
         usage.refused += len(fits) - int(fits.sum())
         keep[part] = fits

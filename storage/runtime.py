@@ -35,7 +35,7 @@ class StorageNode:
         self.config, self._clock, self._background = config, clock, background
         self.disk: DiskStore | None = None
         self.behind: ArenaBehind | None = None
-        self.service = ArenaService(config.arena, clock, lambda arena: NodeStore(arena, self.disk))
+        self.service = ArenaService(config.arena, clock, lambda arena: NodeStore(arena, self.disk, records=config.records))
         self.flight: FlightEndpoint | None = None
         self._plane: Plane | None = None
         self._closing = ExitStack()
@@ -61,7 +61,8 @@ class StorageNode:
             self._closing.callback(self.behind.close, _FLUSH_S)
         store = LocalStore(node, clock=self._clock)
         self._closing.callback(store.close)
-        self._plane = Plane(config, node, store, self._clock, self._background)
+        away_s = 0.0 if self.disk is None else self.disk.away_s
+        self._plane = Plane(config, node, store, self._clock, self._background, away_s)
         self._closing.callback(self._plane.close)
         self._plane.start()
         if config.flight_port is not None:

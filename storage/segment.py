@@ -24,6 +24,7 @@ import pyarrow as pa
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage.descriptors import Loan
 from hicache_ray.storage.slabs import BLOCK, SHARES_WORD
+from hicache_ray.storage.threads import begin
 
 Array = npt.NDArray[np.uint8]
 HUGE = 2 << 20  # bytes of a huge page
@@ -103,12 +104,14 @@ class Segment:
         """Map what a service made. Raises StoreError."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(f"the arena's segment {path} cannot be opened: {error.strerror}; is its service gone?") from error
+        except (OSError, ValueError) as error:
+            raise StoreError(f"the arena's segment {path} cannot be opened: {error}; is its service gone?") from error
         try:
             if os.fstat(descriptor).st_size < data_offset(data_bytes) + data_bytes:
                 raise StoreError(f"the arena's segment {path} is shorter than its service says")
             return cls(path, data_bytes, descriptor, huge_pages_allowed())
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            raise StoreError(f"the arena's segment {path} of {data_bytes} bytes cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
 
@@ -117,12 +120,14 @@ class Segment:
         return loan.length <= SHARES_WORD or self.generations[loan.offset // BLOCK] == loan.generation
 
     def prefault(self, threads: int) -> None:
-        """Fault all pages in, in the background: the first touch of fresh shared memory costs ten copies."""
+        """Fault all pages in, in the background: the first touch of fresh shared memory costs ten copies. What no thread can be had for
+        is faulted in when it is touched."""
         parts = [range(i * _STEP, self.data_bytes, threads * _STEP) for i in range(threads)]
         for part in parts:
             thread = threading.Thread(target=self._prefault, args=(part,), name="hicache-prefault", daemon=True)
+            if not begin(thread):
+                return
             self._threads.append(thread)
-            thread.start()
 
     def wait_prefaulted(self) -> None:
         for thread in self._threads:

@@ -20,9 +20,12 @@ from dataclasses import asdict
 from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.storage import messages, wire
 from hicache_ray.storage.arena import Arena, ArenaAddress, ArenaConfig
+from hicache_ray.storage.frames import hang_up
 from hicache_ray.storage.membership import ALONE
 from hicache_ray.storage.node import NodeStore
-from hicache_ray.storage.serving import Handler, Log, hang_up
+from hicache_ray.storage.service_single import ONES, answer_one
+from hicache_ray.storage.serving import Handler, Log
+from hicache_ray.storage.threads import begin, join_all
 from hicache_ray.storage.wire import Kind, Reader, WireError
 from hicache_ray.store import StoreStats
 
@@ -117,9 +120,10 @@ class ArenaService:
             hang_up(self._listener)
         for handler in handlers:
             hang_up(handler.sock)
-        for thread in [self._acceptor, *threads]:
-            if thread is not None and thread.is_alive():
-                thread.join(_JOIN_S)
+        if self._acceptor is not None:
+            threads.append(self._acceptor)
+        if not join_all(threads, _JOIN_S):
+            log.warning("a thread of the arena's service has not ended within %g s", _JOIN_S)
         if self._listener is not None:
             self._listener.close()
 
@@ -140,7 +144,10 @@ class ArenaService:
                     self.warn("the arena cannot accept a connection: %s", error)
                     time.sleep(0.1)  # out of descriptors, say: do not spin
                 continue
-            refusal = self._admit(sock)
+            try:
+                refusal = self._admit(sock)
+            except OSError as error:  # gone already
+                refusal = f"it is lost: {error}"
             if refusal is not None:
                 self.warn("connection refused: %s", refusal)
                 _answer_and_close(sock, refusal)
@@ -157,9 +164,11 @@ class ArenaService:
                 return f"all {self.config.max_connections} connections are taken; see storage.max_connections"
             handler = Handler(self, sock, self._node.owner())
             self._handlers[handler.number] = handler
+            if not begin(handler.thread):
+                del self._handlers[handler.number]
+                return "no thread can be had for it now"
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(handler.thread)
-            handler.thread.start()
         return None
 
     def forget(self, number: int) -> None:
@@ -182,6 +191,8 @@ class ArenaService:
     def answer(self, kind: int, reader: Reader, handler: Handler) -> bytes:
         """Body of the reply. Raises WireError for a bad body, StoreError for a refusal."""
         node = self.node
+        if kind in ONES and (one := answer_one(kind, reader, node, handler.number, self.config.back_s)) is not None:
+            return one
         if kind == Kind.LOOKUP:
             keys, tags = messages.unpack_lookup(reader)
             reader.end()
@@ -199,7 +210,7 @@ class ArenaService:
             return messages.pack_lease(node.lease(ids, handler.number, seconds, min(self.config.back_s, seconds / 2)))
         if kind == Kind.RELEASE:
             lease, count = reader.number("Q"), reader.count()
-            node.release(lease, reader.bits(count))
+            node.release(lease, reader.all_bits(count))
             return b""
         if kind == Kind.DROP:
             ids = reader.packed_ids()
@@ -209,15 +220,19 @@ class ArenaService:
 
     def _administer(self, kind: int, reader: Reader, handler: Handler, node: NodeStore) -> bytes:
         if kind == Kind.CLEAR:
-            return wire.number(node.clear(reader.take(reader.number("H")), _CLEAR_S), "Q")
+            prefix = reader.take(reader.number("H"))
+            reader.end()
+            return wire.number(node.clear(prefix, _CLEAR_S), "Q")
         if kind == Kind.SCAN:
             return handler.scan(reader, node)
         if kind == Kind.DESCRIBE:
             node.describe(*messages.unpack_record(reader), self.config.back_s)
             return b""
         if kind == Kind.DESCRIBED:
+            reader.end()
             return json.dumps({digest.hex(): record for digest, record in node.described().items()}).encode()
         if kind == Kind.STATS:
+            reader.end()
             return json.dumps(asdict(node.stats())).encode()
         if kind == Kind.PING:
             return reader.rest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -14,12 +13,12 @@ import numpy as np
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import messages, wire
 from hicache_ray.storage.arena import Arena, ArenaConfig
+from hicache_ray.storage.frames import FrameSocket, now
 from hicache_ray.storage.ids import ID_BYTES
 from hicache_ray.storage.node import NodeStore
-from hicache_ray.storage.wire import Frame, Kind, Reader, Splitter, WireError
+from hicache_ray.storage.wire import Frame, Kind, Reader, WireError
 
 log = logging.getLogger("hicache_ray.storage")
-_RECV = 256 << 10
 
 
 class Front(Protocol):
@@ -61,13 +60,14 @@ class Handler:
 
     def __init__(self, service: Front, sock: socket.socket, number: int) -> None:
         self.sock, self.number = sock, number
+        self._frames, self._patience_s = FrameSocket(sock, 0), service.config.io_timeout_s
         self.thread = threading.Thread(target=self._run, name=f"hicache-arena-{number}", daemon=True)
         self._service = service
-        self._splitter = Splitter(0)
         self._scanned = np.zeros((0, ID_BYTES), np.uint8)  # ids of the scan in progress: as of its first page
 
     def scan(self, reader: Reader, node: NodeStore) -> bytes:
         start, prefix = reader.number(), reader.take(reader.number("H"))
+        reader.end()
         if start == 0:
             self._scanned = node.scan(prefix, self._service.config.io_timeout_s)
         page = self._scanned[start : start + wire.MAX_IDS]
@@ -79,58 +79,41 @@ class Handler:
     def _run(self) -> None:
         try:
             self._greet()
-            while (frame := self._receive(greeted=True)) is not None:
+            while (frame := self._frames.receive_some_time(self._patience_s)) is not None:
                 self._serve(frame)
         except WireError as error:
             self._service.warn("connection %d is closed: %s", self.number, error)
+        except TimeoutError:
+            self._service.warn("connection %d is closed: half a frame, or no hello, and then silence, or it reads too slowly", self.number)
         except OSError as error:
             log.info("connection %d is lost: %s", self.number, error)
+        except Exception:
+            log.exception("connection %d is closed: its request failed", self.number)
         finally:
             self._service.forget(self.number)
-            self.sock.close()
+            self._frames.close()
 
     def _greet(self) -> None:
-        self.sock.settimeout(self._service.config.io_timeout_s)
-        frame = self._receive(greeted=False)
+        frame = self._frames.receive(now() + self._patience_s)
         if frame is None:
             return
         if frame.kind != Kind.HELLO:
             raise WireError("the first frame is not a hello")
         arena = self._service.arena
         segment = arena.segment
-        self._reply(frame, messages.pack_hello(messages.Hello(arena.incarnation, [(str(segment.path), segment.data_bytes)])))
+        hello = messages.Hello(arena.incarnation, [(str(segment.path), segment.data_bytes)])
+        self._reply(frame.kind, frame.request, messages.pack_hello(hello))
 
     def _serve(self, frame: Frame) -> None:
-        reader = Reader(frame.body)
         try:
-            body = self._service.answer(frame.kind, reader, self)
+            body = self._service.answer(frame.kind, Reader(frame.body), self)
         except WireError:
             raise
         except StoreError as error:
-            self.sock.sendall(wire.encode(Kind.ERROR | wire.REPLY, frame.request, str(error).encode()))
+            self._reply(Kind.ERROR, frame.request, str(error).encode())
             return
         if frame.kind != Kind.RELEASE:
-            self._reply(frame, body)
+            self._reply(frame.kind, frame.request, body)
 
-    def _reply(self, frame: Frame, body: bytes) -> None:
-        self.sock.sendall(wire.encode(frame.kind | wire.REPLY, frame.request, body))
-
-    def _receive(self, greeted: bool) -> Frame | None:
-        """The next frame; None at the end of the stream. A peer may be silent between frames, not within one."""
-        while (frame := self._splitter.next()) is None:
-            try:
-                data = self.sock.recv(_RECV)
-            except TimeoutError:
-                if self._splitter or not greeted:
-                    raise WireError("half a frame, or no hello, and then silence") from None
-                continue
-            if not data:
-                return None
-            self._splitter.feed(data)
-        return frame
-
-
-def hang_up(sock: socket.socket) -> None:
-    """Wake whoever waits on the socket."""
-    with contextlib.suppress(OSError):  # already gone
-        sock.shutdown(socket.SHUT_RDWR)
+    def _reply(self, kind: int, request: int, body: bytes) -> None:
+        self._frames.send(wire.encode(kind | wire.REPLY, request, body), now() + self._patience_s)

@@ -14,6 +14,7 @@ from hicache_ray.storage.connection import Connection, Deadline, Expired, Overlo
 from hicache_ray.storage.copying import SLICE
 from hicache_ray.storage.loading import KERNELS
 from hicache_ray.storage.segment import Segment
+from hicache_ray.storage.wire import WireError
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Session:
 
     def end(self, connection: Connection, tried: bool, error: BaseException | None) -> None:
         """After :meth:`begin`; the breaker learns how it went."""
-        self._pool.give_back(connection, broken=error is not None)
+        self._pool.give_back(connection, broken=isinstance(error, WireError))
         self._breaker.report(_says(error), tried)
 
     def close(self) -> None:

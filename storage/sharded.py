@@ -20,7 +20,7 @@ from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.peers import NodeHandle, Peers, ShardConfig, settle
 from hicache_ray.storage.sharded_reads import Asked, by_home
-from hicache_ray.storage.sharded_writes import Writing
+from hicache_ray.storage.sharded_writes import Writing, drop_from
 from hicache_ray.store import Answer, Bytes, Lent, StoreStats
 
 
@@ -44,6 +44,7 @@ class ShardedStore:
         self._peers = Peers(view, connect, self.config, clock)
         self._lock = threading.Lock()
         self._late: dict[bytes, None] = {}  # ids of this node that their home has not been told; oldest first
+        self._owed: dict[tuple[str, bytes], None] = {}  # (holder, id) that a clear came across and that could not be taken back
         self.late_dropped = 0
 
     def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
@@ -60,7 +61,10 @@ class ShardedStore:
             return writing.run() if ids else 0
         finally:
             self._say_late(asked)
+            self._take_back(asked)
             self._keep_late(writing.late)  # its home failed just now
+            for member, owed in writing.owed.items():
+                self._owe(member.holder, owed)
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)
@@ -77,8 +81,8 @@ class ShardedStore:
         return sharded_whole.drop(self._asked(timeout_s), ids)
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
-        """Raises StoreError where a node that counts as alive does not answer: the message names it. A dead one has no say; what it holds
-        counts for nothing until it is back, and then as long as nobody clears again."""
+        """Raises StoreError where a node that counts as alive does not answer: the message names it. A dead one has no say: what it holds
+        counts for nothing until it is back, and then it drops what it missed the clear of (see :mod:`hicache_ray.storage.missed`)."""
         asked = self._asked(timeout_s)
         return sharded_whole.clear(asked, lambda: self._again(asked), prefix)
 
@@ -144,6 +148,34 @@ class ShardedStore:
                 one.result()
             except StoreError:
                 self._keep_late(mine)
+
+
+    def _owe(self, holder: str, ids: Sequence[bytes]) -> None:
+        with self._lock:
+            self._owed.update(dict.fromkeys((holder, id) for id in ids))
+            while len(self._owed) > self.config.late_ids:
+                self._owed.pop(next(iter(self._owed)))
+                self.late_dropped += 1
+
+    def _take_back(self, asked: Asked) -> None:
+        """Drop again what an earlier put could not take back. What is owed to an incarnation that is over is forgotten."""
+        if not self._owed or asked.deadline.passed():
+            return
+        with self._lock:
+            owed, self._owed = list(self._owed), {}
+        by_holder: dict[str, list[bytes]] = {}
+        for holder, id in owed:
+            by_holder.setdefault(holder, []).append(id)
+        alive = asked.view.holders
+        for holder in by_holder.keys() & asked.view.known - alive.keys():
+            self._owe(holder, by_holder[holder])
+        sent = [asked.send(alive[holder], drop_from(ids)) for holder, ids in by_holder.items() if holder in alive]
+        settle(sent, asked.deadline)
+        for one in sent:
+            try:
+                one.result()
+            except StoreError:
+                self._owe(one.member.holder, by_holder[one.member.holder])
 
 
 def _say(asked: Asked, here: Member, ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:

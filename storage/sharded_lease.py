@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 from hicache_ray.errors import StoreError
+from hicache_ray.storage import bits
+from hicache_ray.storage.lending import Released
 from hicache_ray.storage.members import Member
 from hicache_ray.storage.peers import NodeHandle, finish
-from hicache_ray.storage.sharded_reads import Asked, Search, only, spread
+from hicache_ray.storage.sharded_reads import Asked, Search
 from hicache_ray.store import Bytes, Lent
 
 
-class ManyLent:
+class ManyLent(Released):
     """Views lent by several nodes, as one. Each node's own lease says whether its views hold."""
 
     def __init__(self, count: int, parts: Sequence[tuple[Sequence[int], Lent]]) -> None:
@@ -26,19 +27,13 @@ class ManyLent:
     def valid(self) -> int:
         out = 0
         for positions, lent in self._parts:
-            out |= spread(lent.valid(), positions)
+            out |= bits.spread(lent.valid(), positions)
         return out
 
     def release(self) -> None:
         """Idempotent."""
         for _, lent in self._parts:
             lent.release()
-
-    def __enter__(self) -> ManyLent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 def lease(asked: Asked, ids: Sequence[bytes], guess: int) -> Lent:
@@ -57,11 +52,11 @@ def lease(asked: Asked, ids: Sequence[bytes], guess: int) -> Lent:
     search = Search(asked, ids)
     try:
         search.ask(missing, guess)
-        wanted = only(len(ids), missing)
+        wanted = bits.only(len(ids), missing)
         while wanted and not asked.deadline.passed() and (who := search.next(wanted)):
             for positions, lent in _borrow(search, who):
                 parts.append((positions, lent))
-                wanted &= ~only(len(ids), [i for i, view in zip(positions, lent.views, strict=True) if view is not None])
+                wanted &= ~bits.only(len(ids), [i for i, view in zip(positions, lent.views, strict=True) if view is not None])
     except BaseException:
         ManyLent(len(ids), parts).release()
         raise

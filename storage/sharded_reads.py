@@ -14,10 +14,12 @@ from hicache_ray.keys import group_of
 from hicache_ray.storage import bits
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.members import Member, View
-from hicache_ray.storage.peers import NodeHandle, Peers, Sent, finish, settle
+from hicache_ray.storage.peers import NodeHandle, Peers, Sent, finish, half, settle
 from hicache_ray.store import KEY_BYTES, Answer, Bytes, Store
 
 T = TypeVar("T")
+
+_HEAL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -72,21 +74,6 @@ def at(values: Sequence[T], positions: Sequence[int]) -> Sequence[T]:
     return values if len(positions) == len(values) else [values[i] for i in positions]
 
 
-def spread(bitset: int, positions: Sequence[int]) -> int:
-    """Bit ``i`` of ``bitset`` becomes bit ``positions[i]``; ascending positions."""
-    if positions and positions[-1] - positions[0] + 1 == len(positions):
-        return bitset << positions[0]
-    out = bytearray(b"0" * (positions[-1] + 1 if positions else 0))
-    for i in bits.each(bitset):
-        out[positions[i]] = 49
-    return int(out[::-1], 2) if out else 0
-
-
-def only(count: int, positions: Sequence[int]) -> int:
-    """The bitset of ``positions``."""
-    return spread((1 << len(positions)) - 1, positions) & ((1 << count) - 1)
-
-
 # -- lookup --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -96,10 +83,10 @@ def lookup(asked: Asked, keys: Sequence[bytes], tags: Sequence[bytes]) -> Mappin
     unsure = 0
     if asked.view.before:
         moving = [positions for group, positions in by_group(keys).items() if asked.view.moving(group)]
-        unsure = reduce(or_, [only(len(keys), positions) for positions in moving], 0)
+        unsure = reduce(or_, [bits.only(len(keys), positions) for positions in moving], 0)
     for home, positions in by_home(asked.view, keys).items():
         if home is None:
-            unsure |= only(len(keys), positions)
+            unsure |= bits.only(len(keys), positions)
         else:
             sent.append((positions, asked.send(home, _where(at(keys, positions), tags))))
     answers = _local_answers(asked, keys, tags)
@@ -112,13 +99,13 @@ def lookup(asked: Asked, keys: Sequence[bytes], tags: Sequence[bytes]) -> Mappin
         try:
             found = one.result()
         except StoreError:
-            unsure |= only(len(keys), positions)
+            unsure |= bits.only(len(keys), positions)
             continue
         for tag in tags:
             held = 0
             for holder, mask in found.get(tag, {}).items():
                 held |= mask if holder in others else 0
-            elsewhere[tag] |= spread(held, positions)
+            elsewhere[tag] |= bits.spread(held, positions)
     return {tag: _merge(answers.get(tag, Answer()), elsewhere[tag], unsure) for tag in tags}
 
 
@@ -148,7 +135,7 @@ def visible(store: Store, ids: Sequence[bytes], timeout_s: float) -> int:
         by_tag[id[KEY_BYTES:]].append(i)
     out = 0
     for tag, positions in by_tag.items():
-        out |= spread(store.lookup([ids[i][:KEY_BYTES] for i in positions], [tag], timeout_s)[tag].hit, positions)
+        out |= bits.spread(store.lookup([ids[i][:KEY_BYTES] for i in positions], [tag], timeout_s)[tag].hit, positions)
     return out
 
 
@@ -172,7 +159,7 @@ class Search:
             mine = [positions[j] for j in places]
             if home is not None:
                 sent.append((mine, self.asked.send(home, _holders([self.ids[i] for i in mine]))))
-        settle([one for _, one in sent], self.asked.deadline)
+        settle([one for _, one in sent], half(self.asked.deadline))
         others, here = self.asked.others(), self.asked.view.member(self.asked.here)
         for mine, one in sent:
             try:
@@ -239,7 +226,7 @@ def _fetch(search: Search, who: Mapping[Member, list[int]], targets: Sequence[By
             got = one.result()
         except StoreError:
             continue
-        hit |= spread(got, positions)
+        hit |= bits.spread(got, positions)
         search.stale[one.member].extend(search.ids[i] for j, i in enumerate(positions) if not got >> j & 1)
     return hit
 
@@ -249,15 +236,22 @@ def _get(ids: Sequence[bytes], targets: Sequence[Bytes], mine: Sequence[int], sh
 
 
 def heal(search: Search) -> None:
-    """Tell the homes what is no longer where they believed. What is there after all (and has another length) stays."""
+    """Tell the homes what is no longer where they believed. What is there after all (and has another length) stays.
+
+    The caller has what it asked for, and waits for this a moment at most; what is not known by then is healed by the next one.
+    """
     asked = search.asked
     stale = {member: ids for member, ids in search.stale.items() if ids}
     if not stale or asked.deadline.passed():
         return
+    now = asked.deadline.clock()
+    moment = Deadline(asked.deadline.clock, min(now + _HEAL_S, asked.deadline.at))
     looks = [(ids, asked.send(member, _visible(ids))) for member, ids in stale.items()]
-    settle([one for _, one in looks], asked.deadline)
+    settle([one for _, one in looks], moment)
     told: list[Sent[None]] = []
     for ids, look in looks:
+        if not look.done():
+            continue
         try:
             there = look.result()
         except StoreError:
@@ -266,7 +260,7 @@ def heal(search: Search) -> None:
         for home, positions in by_home(asked.view, gone).items():
             if home is not None:
                 told.append(asked.send(home, _withdraw(look.member.holder, [gone[i] for i in positions])))
-    settle(told, asked.deadline)
+    settle(told, moment)
 
 
 def _visible(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:

@@ -15,8 +15,8 @@ from hicache_ray.errors import StoreError
 from hicache_ray.keys import group_of
 from hicache_ray.storage import bits
 from hicache_ray.storage.members import Member, View
-from hicache_ray.storage.peers import NodeHandle, Sent, ShardConfig, finish, settle
-from hicache_ray.storage.sharded_reads import Asked, at, by_home, only, spread
+from hicache_ray.storage.peers import NodeHandle, Sent, ShardConfig, finish, half, settle
+from hicache_ray.storage.sharded_reads import Asked, at, by_home
 from hicache_ray.store import Bytes
 
 
@@ -36,7 +36,8 @@ def targets_of(view: View, group: bytes, here: str, config: ShardConfig) -> tupl
 
 @dataclass
 class Writing:
-    """One put. ``stored[member]``: positions that are visible there. ``late``: what this node has and no home knows."""
+    """One put. ``stored[member]``: positions that are visible there. ``late``: what this node has and no home knows. ``owed``: what could
+    not be taken back."""
 
     asked: Asked
     ids: Sequence[bytes]
@@ -45,6 +46,7 @@ class Writing:
     stored: dict[Member, int] = field(default_factory=dict)
     errors: list[StoreError] = field(default_factory=list)
     late: list[bytes] = field(default_factory=list)
+    owed: dict[Member, list[bytes]] = field(default_factory=dict)
 
     def run(self) -> int:
         """Bitset of what is visible on at least one node. Raises StoreError where no node took anything and one failed."""
@@ -71,9 +73,9 @@ class Writing:
         return out
 
     def _epochs(self, homes: Sequence[Member]) -> Mapping[Member, int]:
-        """Of the homes that answer, at the start."""
+        """Of the homes that answer, at the start; one that hangs leaves time to store the bytes here."""
         sent = [self.asked.send(home, lambda node, left: node.directory.epoch(left)) for home in homes]
-        settle(sent, self.asked.deadline)
+        settle(sent, half(self.asked.deadline))
         out = {}
         for one in sent:
             try:
@@ -120,7 +122,7 @@ class Writing:
 
     def _take(self, member: Member, positions: Sequence[int], result: Callable[[], int]) -> None:
         try:
-            self.stored[member] = spread(result(), positions)
+            self.stored[member] = bits.spread(result(), positions)
         except StoreError as error:
             self.errors.append(error)
 
@@ -135,14 +137,14 @@ class Writing:
                     call = _announce(target.holder, [self.ids[i] for i in mine], since[home])
                     sent.append((target, mine, self.asked.send(home, call)))
                 elif mine:
-                    unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
+                    unsaid[target] = unsaid.get(target, 0) | bits.only(len(self.ids), mine)
         settle([one for _, _, one in sent], self.asked.deadline)
         refused = 0  # by one home, for one copy: then a clear came, and the others are gone or too late as well
         for target, mine, one in sent:
             try:
-                refused |= only(len(self.ids), mine) & ~spread(one.result(), mine)
+                refused |= bits.only(len(self.ids), mine) & ~bits.spread(one.result(), mine)
             except StoreError:
-                unsaid[target] = unsaid.get(target, 0) | only(len(self.ids), mine)
+                unsaid[target] = unsaid.get(target, 0) | bits.only(len(self.ids), mine)
         back = {target: held & refused for target, held in self.stored.items()}
         for target, silent in unsaid.items():
             if target.node == self.asked.here:
@@ -152,15 +154,20 @@ class Writing:
         self._take_back({target: positions for target, positions in back.items() if positions})
 
     def _take_back(self, back: Mapping[Member, int]) -> None:
-        sent = [self.asked.send(target, _drop([self.ids[i] for i in bits.each(positions)])) for target, positions in back.items()]
+        gone = {target: [self.ids[i] for i in bits.each(positions)] for target, positions in back.items()}
+        sent = [self.asked.send(target, drop_from(ids)) for target, ids in gone.items()]
         settle(sent, self.asked.deadline)
-        for target, positions in back.items():
-            self.stored[target] &= ~positions
+        for one in sent:
+            self.stored[one.member] &= ~back[one.member]
+            try:
+                one.result()
+            except StoreError:
+                self.owed[one.member] = gone[one.member]
 
 
 def _announce(holder: str, ids: Sequence[bytes], since: int) -> Callable[[NodeHandle, float], int]:
     return lambda node, left: node.directory.announce(holder, ids, left, since)
 
 
-def _drop(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
+def drop_from(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], int]:
     return lambda node, left: node.store.drop(ids, left)

@@ -11,6 +11,7 @@ Which objects go when room is short is not decided here: :meth:`SlabMap.coldest`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,8 @@ class SlabMap:
         self._used, self._pinned, self._ticks, self._newest = own = np.zeros((4, self.free_slabs), np.int64)
         self.cells = Cells(*map(memoryview, (self._run, *own)))  # type: ignore[arg-type]
         self._open: dict[int, dict[int, Run]] = {}  # class -> start -> run with a free slot
+        #: Told of every range of bytes ``[low, high)`` that is cut into slots, anew perhaps: what lay there overlaps several of them.
+        self.on_carved: Callable[[int, int], None] = lambda low, high: None
 
     @property
     def nbytes(self) -> int:
@@ -222,6 +225,7 @@ class SlabMap:
                 self.runs[start] = run
                 self.free_slabs -= slabs
                 self._open.setdefault(size, {})[start] = run
+                self.on_carved(run.offset, run.offset + slabs * self.slab_bytes)
                 return run
         return None
 

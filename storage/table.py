@@ -13,8 +13,9 @@ it is freed. Whoever keeps a column must fetch it anew after :meth:`IdTable.add`
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import TypeAlias
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,22 +33,31 @@ _ALL = (1 << 64) - 1
 FEW = 6  # ids up to which a loop is faster than arrays
 _STEPS = 3  # buckets looked into as arrays; for what is left a loop is faster
 _FILL, _FILL_AFTER = 1 / 2, 1 / 3  # of the slots: rebuilt when more are taken or GONE; at most so many taken afterwards
-_MIX = 0xC4CEB9FE1A85EC53
-_MIX_WORD, _HALF, _MARK = np.uint64(_MIX), np.uint64(32), np.uint64(2)
+MIX = 0xC4CEB9FE1A85EC53
+_MIX_WORD, _HALF, _MARK = np.uint64(MIX), np.uint64(32), np.uint32(2)
+_HIGH = 1 if sys.byteorder == "little" else 0  # which half of a word is its high one
 #: Odd factors, one per word of an id: the golden ratio's multiples, mixed.
 _FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ^ (0xD6E8FEB86659FD93 >> i)) & _ALL | 1 for i in range(16))
 _WORD_FACTORS = np.array(_FACTORS, np.uint64)
+_NO_TAIL = np.zeros(0, np.uint64)
 
 
 def hashes_of(ids: Ids, width: int = ID_BYTES) -> Words:
     """(n,): a 64-bit hash of each id of ``width`` bytes."""
-    return _mixed(packed(ids, width).view(np.uint64) @ _WORD_FACTORS[: width // 8])
+    return hashes_of_words(packed(ids, width).view(np.uint64))
+
+
+def hashes_of_words(words: Words) -> Words:
+    """The same of (n, width / 8) words."""
+    return _mixed(words @ _WORD_FACTORS[: words.shape[1]])
 
 
 class IdTable(RowStore):
     """Not thread-safe: its owner locks. ``columns``: name -> numpy dtype of an array that grows with the rows."""
 
     LEAST = 4096  # slots
+    #: :mod:`~hicache_ray.storage.kernel_table`, once somebody has loaded it: only how fast ids are found depends on it.
+    compiled: Any = None
 
     def __init__(self, width: int = ID_BYTES, columns: Mapping[str, str] | None = None) -> None:
         """``width``: bytes of an id, a multiple of 8."""
@@ -74,25 +84,39 @@ class IdTable(RowStore):
     def hash_one(self, id: bytes) -> int:
         """:meth:`hashes` of one."""
         value = sum([word * factor for word, factor in zip(self._layout.unpack(id), _FACTORS, strict=False)]) & _ALL
-        value = ((value ^ value >> 32) * _MIX) & _ALL
+        value = ((value ^ value >> 32) * MIX) & _ALL
         return value ^ value >> 32
 
     def find(self, ids: Ids, hashes: Words | None = None) -> Rows:
         """(n,) int64: the row of each id, -1 where it is absent."""
         if len(ids) <= FEW:
             return np.array([self.find_one(bytes(id)) for id in ids], np.int64)
-        ids = packed(ids, self.width)
-        return self._find(ids.view(np.uint64), self.hashes(ids) if hashes is None else hashes)
+        words = packed(ids, self.width).view(np.uint64)
+        if self.compiled is not None:
+            return self._search(words, _NO_TAIL)
+        return self._find(words, hashes_of_words(words) if hashes is None else hashes)
 
     def find_pairs(self, keys: Ids, tag: bytes) -> Rows:
         """The same for the ids ``key + tag`` of all ``keys``, which are ``width - len(tag)`` bytes long."""
-        if not len(keys):
-            return np.zeros(0, np.int64)
-        split = (self.width - len(tag)) // 8
-        ids = np.empty((len(keys), self.width // 8), np.uint64)
-        ids[:, :split] = packed(keys, 8 * split).view(np.uint64)
-        ids[:, split:] = np.frombuffer(tag, np.uint64)
-        return self.find(ids.view(np.uint8))
+        return self.find_tagged(keys, [tag])[0]
+
+    def find_tagged(self, keys: Ids, tags: Sequence[bytes]) -> list[Rows]:
+        """:meth:`find_pairs` for each of several tags of one length. The part of the keys in the hashes is made once."""
+        if not len(keys) or not tags:
+            return [np.zeros(0, np.int64) for _ in tags]
+        split = (self.width - len(tags[0])) // 8
+        heads = packed(keys, 8 * split).view(np.uint64)
+        if self.compiled is not None:
+            return [self._search(heads, np.frombuffer(tag, np.uint64)) for tag in tags]
+        sums = heads @ _WORD_FACTORS[:split]
+        words = np.empty((len(heads), self.width // 8), np.uint64)
+        words[:, :split] = heads
+        out = []
+        for tag in tags:
+            tail = np.frombuffer(tag, np.uint64)
+            words[:, split:] = tail
+            out.append(self._find(words, _mixed(sums + (tail * _WORD_FACTORS[split : self.width // 8]).sum())))
+        return out
 
     def find_one(self, id: bytes, value: int | None = None) -> int:
         """The row of one id, -1 where it is absent. ``value``: its :meth:`hash_one`."""
@@ -188,6 +212,12 @@ class IdTable(RowStore):
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
+    def _search(self, heads: Words, tail: Words) -> Rows:
+        """The compiled loop of :mod:`~hicache_ray.storage.kernel_table`."""
+        rows = np.empty(len(heads), np.int64)
+        self.compiled.find(heads, tail, _WORD_FACTORS, self._marks, self._places, self._ids.view(np.uint64), rows)
+        return rows
+
     def _find(self, words: Words, hashes: Words) -> Rows:
         """(n, width / 8) words of ids -> rows."""
         buckets, marks = self._split(hashes)
@@ -206,16 +236,21 @@ class IdTable(RowStore):
     def _look(self, words: Words, buckets: Rows, marks: Marks) -> tuple[Rows, Rows]:
         """(row in this bucket or -1, positions of the ids that may be in another one)."""
         found = self._marks.take(buckets, 0)
-        at = buckets * BUCKET + (found == marks[:, None]).argmax(axis=1)
-        known = self._marks.reshape(-1).take(at) == marks
-        out = np.where(known, self._places.reshape(-1).take(at), -1).astype(np.int64)
-        lost = np.zeros(len(out), np.bool_) if known.all() else ~(known | _any(found == EMPTY))
-        differ = self._ids.view(np.uint64).take(out, 0) != words
-        if differ[known].any():  # another id with an equal mark: hardly ever
-            wrong = known & differ.any(axis=1)
-            for i in wrong.nonzero()[0].tolist():
-                out[i] = self.find_one(words[i].tobytes())
-        return out, lost.nonzero()[0]
+        same = found == marks[:, None]
+        at = same.argmax(axis=1)
+        at += buckets * BUCKET
+        rows = self._places.reshape(-1).take(at)
+        good = _any(same)
+        differ = self._ids.view(np.uint64).take(rows, 0) != words
+        wrong = _any(differ) if differ.shape[1] == BUCKET else differ.any(axis=1)
+        other = (good & wrong).nonzero()[0]  # another id with an equal mark: hardly ever
+        if good.all() and not len(other):
+            return rows.astype(np.int64), other
+        out = np.where(good, rows, -1).astype(np.int64)
+        for i in other.tolist():
+            out[i] = self.find_one(words[i].tobytes())
+        missed = (~good).nonzero()[0]
+        return out, missed[~_any(found[missed] == EMPTY)]
 
     def _place(self, rows: Rows) -> Rows:
         """Indices into the flat marks and places of rows that are found."""
@@ -263,8 +298,8 @@ class IdTable(RowStore):
         self._places[bucket, at] = row
 
     def _split(self, hashes: Words) -> tuple[Rows, Marks]:
-        """(bucket, mark) of each."""
-        return (hashes & np.uint64(len(self._marks) - 1)).astype(np.int64), (hashes >> _HALF | _MARK).astype(np.uint32)
+        """(bucket, mark) of each. ``hashes``: not a part of another array."""
+        return (hashes & self._mask).view(np.int64), hashes.view(np.uint32)[_HIGH::2] | _MARK
 
     def _make_slots(self, more: int) -> None:
         if self._live + self._gone + more <= _FILL * self._marks.size:
@@ -280,13 +315,17 @@ class IdTable(RowStore):
 
     def _make_buckets(self, count: int) -> None:
         self._gone = 0
+        self._mask = np.uint64(count - 1)
         self._marks = np.zeros((count, BUCKET), np.uint32)
         self._places = np.zeros((count, BUCKET), np.int32)
 
 
 def _mixed(hashes: Words) -> Words:
-    hashes = (hashes ^ hashes >> _HALF) * _MIX_WORD
-    return hashes ^ hashes >> _HALF
+    """Works in place: the array is the caller's own no more."""
+    hashes ^= hashes >> _HALF
+    hashes *= _MIX_WORD
+    hashes ^= hashes >> _HALF
+    return hashes
 
 
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, tcp_frames, wire
@@ -60,8 +58,7 @@ class TcpStore(TcpDirectory):
                 for _, asked in parts(tags, max(wire.MAX_ASKED // len(some), 1)):
                     reply = borrowed.first.call(TcpKind.LOOKUP, tcp_frames.pack_question(some, asked), borrowed.deadline)
                     for tag, more in tcp_frames.unpack_answers(reply, asked, len(some)).items():
-                        known = found[tag]
-                        found[tag] = Answer(known.hit | more.hit << at, known.pending | more.pending << at, known.retry | more.retry << at)
+                        found[tag] = messages.joined(found[tag], more, at)
         return found
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
@@ -99,13 +96,13 @@ class TcpStore(TcpDirectory):
         existed = 0
         with self._links.borrow(timeout_s) as borrowed:
             for at, some in parts(ids, MAX_IDS):
-                existed |= borrowed.first.call(TcpKind.DROP, wire.ids(some), borrowed.deadline).bits(len(some)) << at
+                existed |= borrowed.first.call(TcpKind.DROP, wire.ids(some), borrowed.deadline).all_bits(len(some)) << at
         return existed
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         if len(prefix) > ID_BYTES:
             return 0
-        return self._ask(TcpKind.CLEAR, wire.number(len(prefix), "H") + prefix, timeout_s).number("Q")
+        return self._ask(TcpKind.CLEAR, wire.number(len(prefix), "H") + prefix, timeout_s).last_number("Q")
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         if len(prefix) > ID_BYTES:
@@ -118,26 +115,25 @@ class TcpStore(TcpDirectory):
                 reply = borrowed.first.call(TcpKind.SCAN, ask, borrowed.deadline)
                 first, more = 0, reply.number("B")
                 found += reply.ids()
+                reply.end()
         return iter(found)
 
     # -- administration ----------------------------------------------------------------------------------------------------------
 
     def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
-        self._ask(TcpKind.DESCRIBE, messages.pack_record(digest, record), timeout_s)
+        self._ask(TcpKind.DESCRIBE, messages.pack_record(digest, record), timeout_s).end()
 
     def described(self, timeout_s: float) -> Mapping[bytes, Mapping[str, str]]:
-        records = json.loads(self._ask(TcpKind.DESCRIBED, b"", timeout_s).rest())
-        return {bytes.fromhex(digest): record for digest, record in records.items()}
+        return messages.unpack_records(self._ask(TcpKind.DESCRIBED, b"", timeout_s))
 
     def stats(self, timeout_s: float) -> StoreStats:
         """Puts that the server refused for want of room in flight count as refused too."""
-        found = json.loads(self._ask(TcpKind.STATS, b"", timeout_s).rest())
-        return StoreStats(**{field.name: found[field.name] for field in fields(StoreStats) if field.name in found})
+        return messages.unpack_stats(self._ask(TcpKind.STATS, b"", timeout_s))
 
     def ping(self, timeout_s: float) -> str:
         """Incarnation of the server that answers."""
         with self._links.borrow(timeout_s) as borrowed:
-            borrowed.first.call(TcpKind.PING, b"", borrowed.deadline)
+            borrowed.first.call(TcpKind.PING, b"", borrowed.deadline).end()
             return borrowed.first.incarnation
 
     def close(self) -> None:
@@ -153,17 +149,17 @@ class TcpStore(TcpDirectory):
             return set()
         first, deadline = borrowed.first, borrowed.deadline
         reply = first.call(TcpKind.RESERVE, wire.ids(ids) + wire.numbers("Q", [data.nbytes for data in sources]), deadline)
-        transfer, wanted = reply.number("Q"), reply.bits(len(ids))
-        items = [Item(i, sources[i]) for i in bits.each(wanted) if i < len(ids)]
+        transfer, wanted = reply.number("Q"), reply.all_bits(len(ids))
+        items = [Item(i, sources[i]) for i in bits.each(wanted)]
         try:
             error = self._mover.run(borrowed, items, fill(transfer, deadline, self._mover.loops))
             if not first.clean:
                 raise error or StoreError("the connection is lost")
-            visible = first.call(TcpKind.SEAL, wire.number(transfer, "Q") + wire.number(len(ids)), deadline).bits(len(ids))
+            visible = first.call(TcpKind.SEAL, wire.number(transfer, "Q") + wire.number(len(ids)), deadline).all_bits(len(ids))
         except BaseException:
             first.clean = False  # hanging up tells the server that nobody will seal
             raise
-        return {ids[i] for i in bits.each(visible) if i < len(ids)}
+        return {ids[i] for i in bits.each(visible)}
 
     def _get(self, borrowed: Borrowed, ids: Sequence[bytes], targets: Sequence[Array]) -> tuple[int, bool]:
         """Lease, receive, verify, release; returns (bits of what is verified, whether a connection was lost)."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hicache_ray.storage import tcp_frames, wire
 from hicache_ray.storage.directory import ALWAYS
-from hicache_ray.storage.ids import require_ids, require_keys
+from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.tcp_frames import TcpKind, parts
 from hicache_ray.storage.tcp_links import Links
 from hicache_ray.storage.wire import MAX_IDS
@@ -20,7 +20,7 @@ class TcpDirectory:
 
     def epoch(self, timeout_s: float) -> int:
         with self._links.borrow(timeout_s) as borrowed:
-            return borrowed.first.call(TcpKind.EPOCH, b"", borrowed.deadline).number("Q")
+            return borrowed.first.call(TcpKind.EPOCH, b"", borrowed.deadline).last_number("Q")
 
     def announce(self, holder: str, ids: Sequence[bytes], timeout_s: float, since: int = ALWAYS) -> int:
         require_ids(ids)
@@ -28,14 +28,14 @@ class TcpDirectory:
         with self._links.borrow(timeout_s) as borrowed:
             for at, some in parts(ids, MAX_IDS):
                 body = wire.number(since, "Q") + tcp_frames.pack_name(holder) + wire.ids(some)
-                entered |= borrowed.first.call(TcpKind.ANNOUNCE, body, borrowed.deadline).bits(len(some)) << at
+                entered |= borrowed.first.call(TcpKind.ANNOUNCE, body, borrowed.deadline).all_bits(len(some)) << at
         return entered
 
     def withdraw(self, holder: str, ids: Sequence[bytes], timeout_s: float) -> None:
         require_ids(ids)
         with self._links.borrow(timeout_s) as borrowed:
             for _, some in parts(ids, MAX_IDS):
-                borrowed.first.call(TcpKind.WITHDRAW, tcp_frames.pack_name(holder) + wire.ids(some), borrowed.deadline)
+                borrowed.first.call(TcpKind.WITHDRAW, tcp_frames.pack_name(holder) + wire.ids(some), borrowed.deadline).end()
 
     def where(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Mapping[str, int]]:
         require_keys(keys, tags)
@@ -59,5 +59,11 @@ class TcpDirectory:
         return found
 
     def forget(self, prefix: bytes, timeout_s: float) -> int:
+        if len(prefix) > ID_BYTES:
+            return 0
         with self._links.borrow(timeout_s) as borrowed:
-            return borrowed.first.call(TcpKind.FORGET, wire.number(len(prefix), "H") + prefix, borrowed.deadline).number("Q")
+            return borrowed.first.call(TcpKind.FORGET, wire.number(len(prefix), "H") + prefix, borrowed.deadline).last_number("Q")
+
+    def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
+        with self._links.borrow(timeout_s) as borrowed:
+            return tcp_frames.unpack_forgotten(borrowed.first.call(TcpKind.FORGOTTEN, wire.real(seconds), borrowed.deadline))

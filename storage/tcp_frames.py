@@ -19,6 +19,7 @@ Every request's body begins with ``seconds f64``: how long the caller waits. Bod
     WHERE     > keys u32 | tags u32 | keys | tags          < names | per tag: (count u16 | (name u16 | bits)*)
     HOLDERS   > ids                                        < names | per id: (count u16 | (name u16)*)
     FORGET    > prefix length u16 | prefix                 < count u64
+    FORGOTTEN > seconds f64                                < count u16 | (age f64 | prefix length u16 | prefix)*
     ERROR     < code u8 | text
 
     name      length u16 | text         names     count u16 | name*       a name u16 is an index into the names
@@ -67,6 +68,7 @@ class TcpKind(enum.IntEnum):
     HOLDERS = 51
     FORGET = 52
     EPOCH = 53
+    FORGOTTEN = 54
     ERROR = 127
 
 
@@ -140,8 +142,6 @@ def pack_loans(lease: int, lengths: Sequence[int | None], checksums: Sequence[in
 def unpack_loans(reader: Reader, count: int) -> tuple[int, list[tuple[int, int, int]]]:
     """(lease, (index, length, checksum) of every hit)."""
     lease, hit = reader.number("Q"), list(bits.each(reader.bits(count)))
-    if hit and hit[-1] >= count:
-        raise WireError("an answer speaks of more objects than were asked for")
     lengths, sums = reader.numbers("Q", len(hit)), reader.numbers("Q", len(hit))
     reader.end()
     return lease, list(zip(hit, lengths, sums, strict=True))
@@ -175,7 +175,9 @@ def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
 
 
 def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, Answer]:
-    return {tag: Answer(hit=reader.bits(count), pending=reader.bits(count), retry=reader.bits(count)) for tag in tags}
+    found = {tag: Answer(reader.bits(count), reader.bits(count), reader.bits(count)) for tag in tags}
+    reader.end()
+    return found
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------------------
@@ -212,7 +214,9 @@ def pack_where(found: Mapping[bytes, Mapping[str, int]], tags: Sequence[bytes], 
 def unpack_where(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, dict[str, int]]:
     names = _unpack_names(reader)
     try:
-        return {tag: {names[reader.number("H")]: reader.bits(count) for _ in range(reader.number("H"))} for tag in tags}
+        found = {tag: {names[reader.number("H")]: reader.bits(count) for _ in range(reader.number("H"))} for tag in tags}
+        reader.end()
+        return found
     except IndexError as error:
         raise WireError("an answer speaks of a holder that it does not name") from error
 
@@ -228,6 +232,22 @@ def pack_holders(found: Sequence[tuple[str, ...]]) -> bytes:
 def unpack_holders(reader: Reader, count: int) -> list[tuple[str, ...]]:
     names = _unpack_names(reader)
     try:
-        return [tuple(names[i] for i in reader.numbers("H", reader.number("H"))) for _ in range(count)]
+        found = [tuple(names[i] for i in reader.numbers("H", reader.number("H"))) for _ in range(count)]
+        reader.end()
+        return found
     except IndexError as error:
         raise WireError("an answer speaks of a holder that it does not name") from error
+
+
+def pack_forgotten(found: Sequence[tuple[bytes, float]]) -> bytes:
+    parts = [wire.real(age) + wire.number(len(prefix), "H") + prefix for prefix, age in found]
+    return wire.number(len(parts), "H") + b"".join(parts)
+
+
+def unpack_forgotten(reader: Reader) -> list[tuple[bytes, float]]:
+    ages = []
+    for _ in range(reader.number("H")):
+        age = reader.real()
+        ages.append((reader.take(reader.number("H")), age))
+    reader.end()
+    return ages

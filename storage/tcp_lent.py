@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-import numpy as np
-
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, tcp_frames, wire
+from hicache_ray.storage.checked import scratch
 from hicache_ray.storage.tcp_frames import TcpKind
 from hicache_ray.storage.tcp_links import Borrowed, Links
 from hicache_ray.storage.tcp_moving import Item, Mover, fetch
@@ -56,7 +55,12 @@ def fetch_lease(links: Links, mover: Mover, borrowed: Borrowed, ids: Sequence[by
     if size > most_bytes:
         first.tell(TcpKind.RELEASE, pack_release(lease, 0, 0), deadline)
         raise StoreError(f"a lease of {size} bytes from another node; at most {most_bytes} are copied at once (lease_bytes)")
-    items = [Item(i, np.empty(length, np.uint8), checksum) for i, length, checksum in loans]
+    try:
+        memory = scratch([length for _, length, _ in loans])
+    except StoreError:
+        first.tell(TcpKind.RELEASE, pack_release(lease, 0, 0), deadline)
+        raise
+    items = [Item(i, data, checksum) for (i, _, checksum), data in zip(loans, memory, strict=True)]
     error = mover.run(borrowed, items, fetch(lease, deadline, mover.loops))
     if error is not None:
         raise error

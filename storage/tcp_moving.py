@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -52,26 +53,34 @@ class Mover:
         links = borrowed.spread(min(self._streams, max(size // ALONE, 1)))
         shares = split(items, len(links))
         errors: list[StoreError] = []
+        begun: set[int] = set()
+        turn = threading.Lock()
 
-        def one(link: Link, share: Sequence[Item]) -> None:
-            try:
-                work(link, share)
-            except StoreError as error:
-                errors.append(error)
+        def one(number: int) -> None:
+            with turn:
+                mine = number not in begun
+                begun.add(number)
+            if mine:
+                try:
+                    work(links[number], shares[number])
+                except StoreError as error:
+                    errors.append(error)
 
         futures: list[Future[None]] = []
+        own = [0]
         try:
-            own = [(links[0], shares[0])]
-            for link, share in zip(links[1:], shares[1:], strict=True):
+            for number in range(1, len(links)):
                 try:
-                    futures.append(self._pool.submit(one, link, share))
-                except RuntimeError:  # closed by another thread meanwhile: the caller's thread does it all
-                    own.append((link, share))
-            for link, share in own:
-                one(link, share)
+                    futures.append(self._pool.submit(one, number))
+                except RuntimeError:  # closed by another thread, or no thread can be had: should it be queued all the same, it finds
+                    own.append(number)  # that the caller's thread has begun with it
+            for number in own:
+                one(number)
             for future in futures:
                 future.result()
         except BaseException:
+            with turn:
+                begun.update(range(len(links)))
             for link in links:
                 link.clean = False
                 link.stream.hang_up()
@@ -107,8 +116,8 @@ def fetch(lease: int, deadline: Deadline, loops: Loader) -> Work:
         if not items:
             return
         link.ask(TcpKind.FETCH, pack_indices(lease, [item.index for item in items]), deadline)
-        sent = link.answer(TcpKind.FETCH, deadline, more=True).bits(len(items))
-        present = [items[n] for n in bits.each(sent) if n < len(items)]
+        sent = link.answer(TcpKind.FETCH, deadline, more=True).all_bits(len(items))
+        present = [items[n] for n in bits.each(sent)]
         sums: list[int | None] = [None] * len(present)
         try:
             link.stream.receive_objects([item.data for item in present], sums, deadline, _loops(loops, present))
@@ -131,7 +140,7 @@ def fill(transfer: int, deadline: Deadline, loops: Loader) -> Work:
         link.ask(TcpKind.FILL, pack_indices(transfer, [item.index for item in items]), deadline)
         link.stream.send_objects([item.data for item in items], sums, deadline, _loops(loops, items))
         link.stream.send([memoryview(wire.numbers("Q", [found or 0 for found in sums]))], deadline)
-        good = link.answer(TcpKind.FILL, deadline).bits(len(items))
+        good = link.answer(TcpKind.FILL, deadline).all_bits(len(items))
         for n in bits.each(good):
             items[n].good = True
 

@@ -33,12 +33,13 @@ class Operations:
             TcpKind.DESCRIBED: self._described,
             TcpKind.STATS: self._stats,
             TcpKind.PING: lambda reader, _: reader.rest(),
-            TcpKind.EPOCH: lambda _, deadline: wire.number(self._home.epoch(deadline.left()), "Q"),
+            TcpKind.EPOCH: self._epoch,
             TcpKind.ANNOUNCE: self._announce,
             TcpKind.WITHDRAW: self._withdraw,
             TcpKind.WHERE: self._where,
             TcpKind.HOLDERS: self._holders,
             TcpKind.FORGET: self._forget,
+            TcpKind.FORGOTTEN: self._forgotten,
         }
 
     def answer(self, kind: TcpKind, reader: Reader, deadline: Deadline) -> bytes:
@@ -96,6 +97,10 @@ class Operations:
             raise StoreError("this node keeps no directory")
         return self._directory
 
+    def _epoch(self, reader: Reader, deadline: Deadline) -> bytes:
+        reader.end()
+        return wire.number(self._home.epoch(deadline.left()), "Q")
+
     def _announce(self, reader: Reader, deadline: Deadline) -> bytes:
         since, holder, ids = reader.number("Q"), tcp_frames.unpack_name(reader), reader.ids()
         reader.end()
@@ -120,6 +125,11 @@ class Operations:
     def _forget(self, reader: Reader, deadline: Deadline) -> bytes:
         prefix = _prefix(reader)
         return wire.number(self._home.forget(prefix, deadline.left()), "Q")
+
+    def _forgotten(self, reader: Reader, deadline: Deadline) -> bytes:
+        seconds = reader.real()
+        reader.end()
+        return tcp_frames.pack_forgotten(self._home.forgotten(seconds, deadline.left()))
 
 
 def _prefix(reader: Reader) -> bytes:

@@ -22,6 +22,7 @@ from hicache_ray.storage.tcp_bulk import Budget, Fence
 from hicache_ray.storage.tcp_frames import TcpKind, encode, pack_error
 from hicache_ray.storage.tcp_serving import Handler, Shared
 from hicache_ray.storage.tcp_streams import Stream
+from hicache_ray.storage.threads import begin, join_all
 from hicache_ray.storage.wire import REPLY
 from hicache_ray.store import Store
 
@@ -91,12 +92,12 @@ class TcpServer:
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
-        if self._acceptor is not None:
-            self._acceptor.join(_JOIN_S)
         for handler in handlers:
             handler.stream.hang_up()
-        for thread in threads:
-            thread.join(_JOIN_S)
+        if self._acceptor is not None:
+            threads.append(self._acceptor)
+        if not join_all(threads, _JOIN_S):
+            log.warning("a thread of the tcp server has not ended within %g s", _JOIN_S)
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -133,7 +134,7 @@ class TcpServer:
             self.turned_away += 1
             if self.turned_away & (self.turned_away - 1) == 0:  # 1, 2, 4, 8 ...: a flood must not fill the log too
                 log.warning("connections turned away: %d; all %d are taken", self.turned_away, self.config.max_connections)
-            self._turn_away(stream)
+            self._turn_away(stream, f"all {self.config.max_connections} connections are taken; see storage.max_connections")
             return
         handler = Handler(self._shared, stream, number, self._forget)
         with self._lock:
@@ -141,9 +142,12 @@ class TcpServer:
                 stream.close()
                 return
             self._handlers[number] = handler
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._threads.append(handler.thread)
-            handler.thread.start()
+            if begin(handler.thread):
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._threads.append(handler.thread)
+                return
+            del self._handlers[number]
+        self._turn_away(stream, "no thread can be had for this connection now")
 
     def _full(self) -> bool:
         with self._lock:
@@ -159,8 +163,8 @@ class TcpServer:
         victim.thread.join(_JOIN_S)
         return not self._full()
 
-    def _turn_away(self, stream: Stream) -> None:
-        error = StoreError(f"all {self.config.max_connections} connections are taken; see storage.max_connections")
+    def _turn_away(self, stream: Stream, why: str) -> None:
+        error = StoreError(why)
         with contextlib.suppress(StoreError):  # the peer did not wait for the answer
             deadline = Deadline.after(self._shared.clock, 0.1)
             stream.send([memoryview(encode(TcpKind.ERROR | REPLY, 0, pack_error(error)))], deadline)

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ray.errors import StoreError
 from hicache_ray.store import SPACE_BYTES
+
+MOST = 1 << 15  # tenants: their numbers have 16 bits in the table of objects
 
 
 @dataclass
@@ -32,23 +35,44 @@ class Tenants:
 
     def __init__(self, caps: Mapping[str, int] | None = None) -> None:
         self.caps = dict(caps or {})
-        self.names: list[str] = []
         self.usage: list[Usage] = []
+        self._numbers: dict[str, int] = {}
+        self._free: list[int] = []  # numbers of tenants that are forgotten
         self._spaces: dict[int, int] = {}
         self.number("")
 
     def number(self, name: str) -> int:
-        """Of a tenant; counted from its first mention."""
-        if name not in self.names:
-            self.names.append(name)
-            self.usage.append(Usage(cap=self.caps.get(name, 0)))
-        return self.names.index(name)
-
-    def assign(self, space: bytes, name: str) -> int:
-        """The space belongs to this tenant from now on; the tenant's number. What it holds already is the caller's to move."""
-        number = self.number(name)
-        self._spaces[_word(space)] = number
+        """Of a tenant; counted from its first mention. Raises StoreError where there are too many."""
+        found = self._numbers.get(name)
+        if found is not None:
+            return found
+        if not self._free and len(self.usage) == MOST:
+            raise StoreError(f"the store counts for {MOST} tenants already; {name!r} would be one too many")
+        usage = Usage(cap=self.caps.get(name, 0))
+        if self._free:
+            number = self._free.pop()
+            self.usage[number] = usage
+        else:
+            number = len(self.usage)
+            self.usage.append(usage)
+        self._numbers[name] = number
         return number
+
+    def forget(self, number: int) -> None:
+        """A tenant that has no space, no byte and no cap any more; its number may be another's. Without effect where it has one."""
+        usage = self.usage[number]
+        if not number or usage.bytes or usage.cap or number in self._spaces.values():
+            return
+        self._numbers = {name: other for name, other in self._numbers.items() if other != number}
+        self._free.append(number)
+
+    def assign(self, space: bytes, name: str) -> tuple[int, int]:
+        """The space belongs to this tenant from now on: (number of the one it belonged to, the tenant's number). What it holds already is
+        the caller's to move. Raises StoreError."""
+        number, word = self.number(name), _word(space)
+        before = self._spaces.get(word, 0)
+        self._spaces[word] = number
+        return before, number
 
     def of(self, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
         """(n,) numbers of the tenants of (n, width) ids."""
@@ -76,9 +100,9 @@ class Tenants:
 
     def report(self) -> dict[str, dict[str, int]]:
         """Usage by name; empty where nobody named a tenant."""
-        if not self.caps and len(self.names) == 1:
+        if not self.caps and len(self._numbers) == 1:
             return {}
-        return {name: asdict(usage) for name, usage in zip(self.names, self.usage, strict=True)}
+        return {name: asdict(self.usage[number]) for name, number in self._numbers.items()}
 
 
 def grouped(numbers: npt.NDArray[np.int64]) -> list[tuple[int, Any]]:

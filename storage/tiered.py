@@ -2,7 +2,8 @@
 
 The front is where objects arrive; what it has no room for goes to the back at once. What is read from the back is promoted into the front.
 A drop or clear is fenced in both, and against what is on its way between them: first the front forgets, so that nothing new sets out, then
-what is under way is waited for and undone, then the back forgets.
+what is being written behind is waited for and undone, then the back forgets. If a promotion of it was under way, both forget once more when
+that has ended. A put that was under way goes no further than the tier in which it is, which has a fence of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import TracebackType
+from dataclasses import dataclass, field, replace
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import bits
 from hicache_ray.storage.behind import WriteBehind
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.ids import require_ids
+from hicache_ray.storage.lending import Released
 from hicache_ray.store import Answer, Bytes, Lent, Store, StoreStats
 
 
@@ -27,7 +28,7 @@ class TieredStore:
 
     def __init__(self, front: Store, back: Store, behind: WriteBehind) -> None:
         self.front, self.back, self.behind = front, back, behind
-        self._promotions = _Promotions()
+        self._under_way = _UnderWay()
         self._lock = threading.Lock()
         self._gets = self._misses = self._refused = 0
         self._closed = False
@@ -43,15 +44,20 @@ class TieredStore:
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         left = self._begin(timeout_s)
         lengths = [as_array(source).nbytes for _, source in zip(ids, sources, strict=True)]
-        visible = self.front.put(ids, sources, left())
-        there = list(bits.each(visible))
-        self.behind.add([ids[i] for i in there], [lengths[i] for i in there])
-        taken = {ids[i] for i in there}
-        rest = [i for i, id in enumerate(ids) if id not in taken]
-        if rest:
-            visible |= _spread(self.back.put([ids[i] for i in rest], [sources[i] for i in rest], left()), rest)
-            with self._lock:
-                self._refused += len({ids[i] for i in rest if not visible >> i & 1})
+        with self._under_way.moving(ids, awaited=False) as moving:
+            visible = self.front.put(ids, sources, left())
+            there = list(bits.each(visible))
+            self.behind.add([ids[i] for i in there], [lengths[i] for i in there])
+            taken = {ids[i] for i in there}
+            free = moving.wanted - taken - self._under_way.revoked(moving)  # what was overtaken looks as if there were no room
+            rest = [i for i, id in enumerate(ids) if id in free]
+            if rest:
+                visible |= bits.spread(self.back.put([ids[i] for i in rest], [sources[i] for i in rest], left()), rest)
+                if late := [i for i in rest if ids[i] in self._under_way.revoked(moving)]:
+                    self.back.drop([ids[i] for i in late], left())
+                    visible &= ~sum(1 << i for i in late)
+        with self._lock:
+            self._refused += len({id for i, id in enumerate(ids) if not visible >> i & 1} - taken)
         return visible
 
     def get(self, ids: Sequence[bytes], targets: Sequence[Bytes], timeout_s: float) -> int:
@@ -59,9 +65,9 @@ class TieredStore:
         hit = self.front.get(ids, targets, left())
         rest = [i for i in range(len(ids)) if not hit >> i & 1]
         if rest:
-            with self._promotions.under_way([ids[i] for i in rest], self._forget) as promoted:
-                hit |= (found := _spread(self.back.get([ids[i] for i in rest], [targets[i] for i in rest], left()), rest))
-                self._promote([i for i in bits.each(found) if ids[i] in promoted], ids, targets, left)
+            with self._under_way.moving([ids[i] for i in rest], awaited=True) as moving:
+                hit |= (found := bits.spread(self.back.get([ids[i] for i in rest], [targets[i] for i in rest], left()), rest))
+                self._promote([i for i in bits.each(found) if ids[i] in moving.wanted], ids, targets, left)
         with self._lock:
             self._gets += len(ids)
             self._misses += len(ids) - hit.bit_count()
@@ -83,20 +89,15 @@ class TieredStore:
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
         left = self._begin(timeout_s)
-        wanted = set(ids)
-        with self._promotions.fenced(wanted.__contains__, left):
-            existed = self.front.drop(ids, left())
-            self._require(self.behind.drop(ids, left()))
-            return existed | self.back.drop(ids, left())
+        with self._under_way.fenced(set(ids).__contains__) as wait:
+            existed = self._drop(ids, left)
+            return existed | self._drop(ids, left) if wait(left()) else existed
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
         left = self._begin(timeout_s)
-        with self._promotions.fenced(lambda id: id.startswith(prefix), left):
-            found = {*self.front.scan(prefix, left()), *self.back.scan(prefix, left())}
-            self.front.clear(left(), prefix)
-            self._require(self.behind.clear(left(), prefix))
-            self.back.clear(left(), prefix)
-            return len(found)
+        with self._under_way.fenced(lambda id: id.startswith(prefix)) as wait:
+            found = self._clear(prefix, left)
+            return len(found | self._clear(prefix, left) if wait(left()) else found)
 
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         left = self._begin(timeout_s)
@@ -167,16 +168,25 @@ class TieredStore:
             except StoreError:
                 return
 
-    def _forget(self, ids: Sequence[bytes]) -> None:
-        """A promotion that a drop has overtaken."""
-        self.front.drop(ids, _FORGET_S)
+    def _drop(self, ids: Sequence[bytes], left: Callable[[], float]) -> int:
+        existed = self.front.drop(ids, left())
+        self._require(self.behind.drop(ids, left()))
+        return existed | self.back.drop(ids, left())
+
+    def _clear(self, prefix: bytes, left: Callable[[], float]) -> set[bytes]:
+        """What there was."""
+        found = {*self.front.scan(prefix, left()), *self.back.scan(prefix, left())}
+        self.front.clear(left(), prefix)
+        self._require(self.behind.clear(left(), prefix))
+        self.back.clear(left(), prefix)
+        return found
 
     def _require(self, done: bool) -> None:
         if not done:
             raise StoreTimeout("a write to the back did not end within the deadline")
 
 
-class TieredLent:
+class TieredLent(Released):
     """Views of both tiers. ``rest``: which of the call the back was asked for."""
 
     def __init__(self, front: Lent, back: Lent, rest: Sequence[int]) -> None:
@@ -187,88 +197,76 @@ class TieredLent:
         self.views: Sequence[Bytes | None] = views
 
     def valid(self) -> int:
-        return self._front.valid() | _spread(self._back.valid(), self._rest)
+        return self._front.valid() | bits.spread(self._back.valid(), self._rest)
 
     def release(self) -> None:
         self._front.release()
         self._back.release()
 
-    def __enter__(self) -> TieredLent:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
+@dataclass(eq=False)
+class _Moving:
+    """Some ids on their way: ``wanted``, and of those what a drop has named since (``revoked``)."""
+
+    wanted: set[bytes]
+    awaited: bool
+    revoked: set[bytes] = field(default_factory=set)
 
 
-class _Promotions:
-    """Ids on their way from the back to the front, and the drops that must not be overtaken by them."""
+class _UnderWay:
+    """Ids on their way into a tier, and the drops that must not be overtaken by them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._moving: dict[object, set[bytes]] = {}
-        self._revoked: dict[object, set[bytes]] = {}
+        self._moving: set[_Moving] = set()
         self._fences: dict[object, Callable[[bytes], bool]] = {}
 
     @contextmanager
-    def under_way(self, ids: Sequence[bytes], forget: Callable[[Sequence[bytes]], None]) -> Iterator[set[bytes]]:
-        """Gives those of ``ids`` that may be promoted; ``forget`` is called with those that were dropped meanwhile."""
-        token = object()
+    def moving(self, ids: Sequence[bytes], awaited: bool) -> Iterator[_Moving]:
+        """Of ``ids``, those that nobody is dropping now. ``awaited``: a drop that begins meanwhile waits for the end."""
         with self._changed:
-            self._moving[token] = {id for id in ids if not any(fence(id) for fence in self._fences.values())}
-            self._revoked[token] = set()
+            mine = _Moving({id for id in ids if not any(fence(id) for fence in self._fences.values())}, awaited)
+            self._moving.add(mine)
         try:
-            yield self._moving[token]
+            yield mine
         finally:
-            self._end(token, forget)
-
-    def _end(self, token: object, forget: Callable[[Sequence[bytes]], None]) -> None:
-        """Undo what was revoked, until nothing more was: a fence that finds the token moving waits for it to end."""
-        done: set[bytes] = set()
-        try:
-            while undo := self._left_to_undo(token, done):
-                forget(sorted(undo))
-                done |= undo
-        except BaseException:
-            self._left_to_undo(token, None)
-            raise
-
-    def _left_to_undo(self, token: object, done: set[bytes] | None) -> set[bytes]:
-        """When nothing is (or nobody will undo it) the token is gone with the same breath, so that no fence comes in between."""
-        with self._changed:
-            undo = set() if done is None else self._revoked[token] - done
-            if not undo:
-                del self._moving[token], self._revoked[token]
+            with self._changed:
+                self._moving.remove(mine)
                 self._changed.notify_all()
-            return undo
+
+    def revoked(self, moving: _Moving) -> set[bytes]:
+        """By now."""
+        with self._changed:
+            return set(moving.revoked)
 
     @contextmanager
-    def fenced(self, hit: Callable[[bytes], bool], left: Callable[[], float]) -> Iterator[None]:
-        """Nothing that ``hit`` names is promoted meanwhile, and at the end nothing of it is under way. Raises StoreTimeout."""
+    def fenced(self, hit: Callable[[bytes], bool]) -> Iterator[Callable[[float], bool]]:
+        """Nothing that ``hit`` names sets out meanwhile. Gives ``wait(seconds)`` for what had set out and is awaited: whether there was
+        any, and it has ended. Raises StoreTimeout."""
         fence = object()
         with self._changed:
             self._fences[fence] = hit
-            waited = []
-            for token, ids in self._moving.items():
-                if mine := {id for id in ids if hit(id)}:
-                    self._revoked[token] |= mine
-                    waited.append(token)
-        try:
-            yield
+            waited = set()
+            for moving in self._moving:
+                found = {id for id in moving.wanted if hit(id)}
+                moving.revoked |= found
+                if found and moving.awaited:
+                    waited.add(moving)
+
+        def wait(seconds: float) -> bool:
             with self._changed:
-                if not self._changed.wait_for(lambda: not any(token in self._moving for token in waited), left()):
+                if not self._changed.wait_for(lambda: waited.isdisjoint(self._moving), seconds):
                     raise StoreTimeout("a read that promotes what is dropped did not end within the deadline")
+            return bool(waited)
+
+        try:
+            yield wait
         finally:
             with self._changed:
                 del self._fences[fence]
 
 
-_FORGET_S = 10.0
 _LARGER = ("capacity_bytes", "used_bytes", "objects", "puts", "evictions", "leases")
-
-
-def _spread(found: int, which: Sequence[int]) -> int:
-    """Bit ``n`` of ``found`` speaks of item ``which[n]``."""
-    return sum(1 << which[n] for n in bits.each(found))
 
 
 def _either(front: Answer, back: Answer) -> Answer:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.ids import ID_BYTES
 
-MAGIC, VERSION = b"hR", 1
+MAGIC, VERSION = b"hR", 2
 HEADER = struct.Struct("<2sBBII")
 MAX_BODY = 4 << 20  # bytes
 MAX_IDS = 16384  # ids, or keys, of one frame
@@ -162,7 +162,22 @@ class Reader:
         return np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)
 
     def bits(self, count: int) -> int:
-        return int.from_bytes(self.take((count + 7) // 8), "little")
+        value = int.from_bytes(self.take((count + 7) // 8), "little")
+        if value >> count:
+            raise WireError(f"a bitset speaks of more than the {count} items that there are")
+        return value
+
+    def all_bits(self, count: int) -> int:
+        """:meth:`bits`, and the body ends there."""
+        value = self.bits(count)
+        self.end()
+        return value
+
+    def last_number(self, code: str = "I") -> int:
+        """:meth:`number`, and the body ends there."""
+        value = self.number(code)
+        self.end()
+        return value
 
     @property
     def size(self) -> int:

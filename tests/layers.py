@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-POLICY = ("policies", "policy", "policy_lfu", "policy_priority", "policy_s3fifo", "standing")
+POLICY = ("policies", "policy", "policy_lfu", "policy_order", "policy_priority", "policy_s3fifo", "standing")
 
 #: Layer -> the modules of ``hicache_ray`` in it. A new module is added here, in the lowest layer that can hold it.
 MODULES: Mapping[str, tuple[str, ...]] = {
@@ -22,18 +22,18 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         *("residency", "resume", "story", "transfer", "why"),
     ),
     "stages": ("match", "plan", "prefetch", "load", "compute", "insert", "backup", "evict"),
-    "cache": ("cache", "descent", "fetches", "persist", "restore"),
+    "cache": ("asking", "cache", "descent", "fetches", "persist", "restore"),
     "group": ("flights", "group", "tales"),
     "tools": (
         *("copies", "copies_cpu", "copies_cuda", "copies_cudart", "copies_fake", "copies_jobs", "copies_kernel", "copies_queues"),
-        *("host_memory", "machine", "sizing_plan"),
+        *("host_memory", "interrupts", "machine", "sizing_plan"),
         *("ask", "digest", "executor", "probe_result", "selftest", "testing", "testing_parts", "testing_questions", "testing_queues"),
-        *("explain", "metrics", "replay", "simulate", "sizing", "trace"),
+        *("explain", "explain_fields", "metrics", "replay", "simulate", "sizing", "trace"),
         *("simulate_cases", "simulate_checks", "simulate_content", "simulate_drop", "simulate_engine", "simulate_faults"),
         *("simulate_group", "simulate_load", "simulate_node", "simulate_rank", "simulate_report", "simulate_rule", "simulate_settings"),
         *("simulate_shards", "simulate_store", "simulate_watch"),
     ),
-    "cli": ("cli", "cli_admin", "cli_flags", "cli_plot", "cli_replay", "cli_sim", "cli_size", "cli_tables", "cli_verify"),
+    "cli": ("cli", "cli_admin", "cli_flags", "cli_out", "cli_plot", "cli_replay", "cli_sim", "cli_size", "cli_tables", "cli_verify"),
 }
 #: Layers that are a folder: everything in it belongs to them.
 FOLDERS = ("storage", "integrations", "verify", "actors")

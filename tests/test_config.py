@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ray import config as tree
 from hicache_ray.config import Config, choices, settings
 from hicache_ray.config_sizes import format_size, parse_size
 from hicache_ray.config_sources import (
@@ -168,19 +167,6 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 @pytest.mark.parametrize(("flags", "sentence"), REFUSED, ids=lambda v: str(v)[:50])
 def test_a_wrong_value_is_refused_with_a_sentence(flags: dict[str, object], sentence: str) -> None:
     assert refusal(flags=flags) == [sentence]
-
-
-@pytest.mark.parametrize(("name", "missing"), [(n, v) for n, values in tree.NOT_YET.items() for v in values])
-def test_what_this_version_cannot_do_is_refused_with_what_it_can(name: str, missing: str) -> None:
-    assert choices(name)
-    assert refusal(flags={name: missing}) == [
-        f'{name} is "{missing}", which this version cannot do yet; choose one of {", ".join(choices(name))}'
-    ]
-
-
-def test_not_yet_names_only_legal_values() -> None:
-    for name, missing in tree.NOT_YET.items():
-        assert set(missing) < set(typing.get_args(settings()[name].annotation))
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:

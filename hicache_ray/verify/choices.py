@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, get_args
 
-from hicache_ray.config import NOT_YET, settings
+from hicache_ray.config import settings
 from hicache_ray.copies import SETTINGS, choose
 from hicache_ray.errors import ConfigError
 from hicache_ray.layout import ORDERS
@@ -19,7 +19,7 @@ OPTIONS = {"layout": "--layout", "io_backend": "--io-backend", "write_policy": "
 
 @dataclass(frozen=True)
 class Choices:
-    """The values of each axis that are to run, and those that this machine or this version cannot run, with the reason."""
+    """The values of each axis that are to run, and those that this machine cannot run, with the reason."""
 
     axes: Mapping[str, Sequence[str]]
     not_run: Mapping[str, str]
@@ -76,8 +76,6 @@ def choices(wanted: Mapping[str, Sequence[str]], device: str = "cpu") -> Choices
 
 
 def _why_not(axis: str, value: str, device: str) -> str:
-    if axis == "write_policy" and value in NOT_YET.get("cache.write_policy", ()):
-        return f'{OPTIONS[axis]} is "{value}", which this version cannot do yet'
     if axis == "io_backend":
         try:
             choose(value, device, next(iter(ORDERS)), OPTIONS[axis])

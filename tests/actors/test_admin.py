@@ -4,16 +4,72 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from starlette.testclient import TestClient
 
+from hicache_ray.actors.admin import OPEN, UnknownNamespace, create_app, unknown_request
+from hicache_ray.errors import Busy, ConfigError, HiCacheError, StorageDetached
 from tests.actors.rig import GRID, Tier, held, prompt, titled, until
 
 pytestmark = pytest.mark.ray
-ROUTES = [("GET", "/stats"), ("GET", "/config"), ("POST", "/flush"), ("POST", "/where"), ("GET", "/docs"), ("GET", "/openapi.json"),
-          ("GET", "/explain/r"), ("GET", "/nothing"), ("DELETE", "/health/"), ("GET", "/")]  # fmt: skip
+
+
+class Failing:
+    """Every question to the cluster ends like this."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        async def fail(*_: object) -> Any:
+            raise self.error
+
+        return fail
+
+
+def routes() -> list[tuple[str, str]]:
+    """All that the application has, but the one that is open."""
+    found: list[Any] = [route for route in create_app(Failing(HiCacheError()), "token").routes if getattr(route, "path", OPEN) != OPEN]
+    mine = [(method, route.path.replace("{rid:path}", "r")) for route in found for method in sorted(route.methods)]
+    return mine
+
+
+#: Those that there are not are guarded as well.
+ROUTES = [*routes(), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("DELETE", "/health/"), ("GET", "/")]
+#: A body that makes sense, for each route that asks the cluster.
+ASKING = {
+    ("POST", "/flush"): {"tiers": ["host"], "preserve": True},
+    ("POST", "/drop"): {"tenant": "acme"},
+    ("POST", "/storage/detach"): None,
+    ("POST", "/storage/attach"): None,
+    ("GET", "/stats"): None,
+    ("POST", "/where"): {"input_ids": [3]},
+    ("GET", "/explain/r"): None,
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Busy("try later"), 409),
+        (StorageDetached("attach it first"), 409),
+        (UnknownNamespace("nothing was dropped"), 404),
+        (unknown_request("r"), 404),
+        (ConfigError("choose another"), 400),
+        (HiCacheError("Ray's control service did not answer"), 503),
+    ],
+    ids=lambda what: type(what).__name__,
+)
+def test_what_the_cluster_says_is_an_answer_at_every_route(error: Exception, status: int) -> None:
+    assert set(ASKING) | {("GET", "/config")} == set(routes())
+    client = TestClient(create_app(Failing(error), "token"), headers={"Authorization": "Bearer token"})
+    for (method, route), body in ASKING.items():
+        answer = client.request(method, route, json=body)
+        assert (answer.status_code, answer.json()) == (status, {"detail": str(error)}), route
 
 
 def test_health_is_open_and_all_else_needs_the_token(tier: Tier) -> None:
@@ -34,7 +90,8 @@ def test_a_body_is_not_even_read_without_the_token(tier: Tier) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [{"tiers": ["disk"]}, {"tiers": []}, {"timeout_s": 0}, {"timeout_s": 1e9}, {"timeout_s": "soon"}, {"tier": ["device"]}, [], "all"],
+    [{"tiers": ["disk"]}, {"tiers": []}, {"timeout_s": 0}, {"timeout_s": 1e9}, {"timeout_s": "soon"}, {"tier": ["device"]}, [], "all",
+     {"preserve": "much"}, {"preserve": True, "tiers": ["host", "storage"]}],
     ids=str,
 )
 def test_a_flush_that_makes_no_sense_is_refused(tier: Tier, body: object) -> None:
@@ -68,6 +125,20 @@ def test_a_flush_empties_device_and_host_and_on_request_storage(tier: Tier) -> N
     assert tier.generate(tokens)["computed_tokens"] == 2 * GRID + 1
     # Storage counts as empty from now on, so what is computed anew is stored anew.
     assert held(tier.sealed(tokens), "storage") == held(before, "storage")
+
+
+def test_a_flush_that_preserves_writes_to_storage_what_would_be_lost(tier: Tier) -> None:
+    tokens = prompt(2015, 2 * GRID + 1)
+    tier.generate(tokens)
+    tier.sealed(tokens)
+    tier.at_rest()
+    tier.flush("storage")  # device and host alone have it now
+    assert held(tier.where(tokens), "storage") == 0
+    answer = tier.admin("POST", "/flush", json={"tiers": ["device", "host"], "preserve": True})
+    assert answer.json() == {"flushed": ["device", "host"], "replicas": 1}
+    after = tier.where(tokens)
+    assert after["resumable"] == {"device": 0, "host": 0, "storage": 2 * GRID}
+    assert (held(after, "device"), held(after, "host")) == (0, 0)
 
 
 def test_a_flush_waits_for_requests_only_when_told_to(tier: Tier) -> None:

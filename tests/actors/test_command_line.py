@@ -57,6 +57,13 @@ def test_flush_empties_what_it_is_told_to(tier: Tier, command: Callable[..., tup
     code, out, _ = command("flush", "--tier", "storage", "--timeout", "20")
     assert (code, out.strip()) == (0, "flushed storage of 1 replica(s)")
     assert held(tier.where(tokens), "storage") == 0
+    tier.generate(tokens, 1)
+    code, out, _ = command("flush", "--preserve", "--timeout", "20")
+    assert (code, out.strip()) == (0, "flushed device, host of 1 replica(s)")
+    assert tier.where(tokens)["resumable"] == {"device": 0, "host": 0, "storage": 512}
+    code, _, err = command("flush", "--preserve", "--tier", "storage")
+    assert code == 2
+    assert "answered 422" in err
 
 
 def test_a_tenant_is_dropped_and_storage_taken_away_and_given_back(tier: Tier, command: Callable[..., tuple[int, str, str]]) -> None:
@@ -70,9 +77,14 @@ def test_a_tenant_is_dropped_and_storage_taken_away_and_given_back(tier: Tier, c
     code, _, err = command("drop", "nobody")
     assert code == 2
     assert "there is no namespace with tenant 'nobody'; nothing was dropped" in re.sub(r"\s+", " ", err)
-    for what, said in (("detach", "storage is detached from 1 replica(s)"), ("attach", "storage is attached to 1 replica(s)")):
-        code, out, _ = command("storage", what)
-        assert (code, out.strip()) == (0, said)
+    code, out, _ = command("storage", "detach")
+    assert (code, out.strip()) == (0, "storage is detached from 1 replica(s)")
+    for refused in (("drop", "acme"), ("flush", "--tier", "storage"), ("flush", "--preserve")):
+        code, out, err = command(*refused)
+        assert (code, out) == (2, "")
+        assert "answered 409: storage is detached" in err
+    code, out, _ = command("storage", "attach")
+    assert (code, out.strip()) == (0, "storage is attached to 1 replica(s)")
 
 
 def test_a_wrong_token_and_a_wrong_tier_are_sentences(command: Callable[..., tuple[int, str, str]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from hicache_ray.actors import heartbeat
 from hicache_ray.actors.directory import KEEP_S, SETTLE_S, Registry
 from hicache_ray.actors.heartbeat import Heartbeat
 from hicache_ray.errors import StoreError
@@ -85,16 +87,37 @@ def test_a_directory_that_has_just_begun_takes_nobody_for_gone() -> None:
     assert heart.stats() == {"beats": 5, "missed": 0}
 
 
-def test_a_directory_that_does_not_answer_changes_nothing() -> None:
+@pytest.mark.parametrize("error", [StoreError("nobody is there"), RuntimeError("Ray is not itself"), KeyError("members")], ids=repr)
+def test_a_directory_that_does_not_answer_changes_nothing(error: Exception) -> None:
     node = Node(address("a"))
 
     def register(_: Mapping[str, str]) -> Mapping[str, Any]:
-        raise StoreError("nobody is there")
+        raise error
 
     heart = Heartbeat(node, register)
-    with pytest.raises(StoreError):
+    with pytest.raises(type(error)):
         heart.beat()
     assert (node.heard, heart.stats()) == ([], {"beats": 0, "missed": 0})
     heart.start().close()
     assert node.heard == []
     assert heart.stats()["missed"] >= 1
+
+
+def test_a_beat_that_fails_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.001)
+    registry, failures = Registry(Clock()), iter([RuntimeError("Ray is not itself"), StoreError("nobody is there")])
+    beaten = threading.Event()
+
+    def register(mine: Mapping[str, str]) -> Mapping[str, Any]:
+        for error in failures:
+            raise error
+        beaten.set()
+        return registry.register(mine)
+
+    heart = Heartbeat(Node(address("a")), register).start()
+    try:
+        assert beaten.wait(20.0)
+    finally:
+        heart.close()
+    assert heart.missed == 2
+    assert heart.beats >= 1

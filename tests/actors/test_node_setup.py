@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache_ray.actors.setup import Here, check_disk, node_config
+from hicache_ray.actors import model
+from hicache_ray.actors.cluster import Cluster
+from hicache_ray.actors.gateway import GatewaySetup
+from hicache_ray.actors.messages import GroupSetup
+from hicache_ray.actors.setup import (
+    Here,
+    Prepared,
+    check_disk,
+    fitted_on_node,
+    host_bytes,
+    namespace_of,
+    node_config,
+    tenant_namespaces,
+)  # fmt: skip
 from hicache_ray.config import Config
-from hicache_ray.config_sources import FileText, load
-from hicache_ray.errors import ConfigError
+from hicache_ray.config_sources import FileText, changed, load
+from hicache_ray.errors import ConfigError, HiCacheError
+from hicache_ray.sizing import Memory
+from hicache_ray.spec import CacheSpec
+from hicache_ray.testing import full
 
+SPEC = CacheSpec("test", 64, (full(),), 1)
 NODE = Here("0123456789abcdef" * 3, "10.0.0.7", "", {"rack": "r7"})
 
 
@@ -32,7 +49,37 @@ def test_a_node_has_names_of_its_own_and_is_reached_where_it_is_told() -> None:
     assert (made.host, made.port, made.streams, made.flight_port, made.label) == ("10.0.0.7", 7070, 4, 0, "r7")
     assert (made.shard.placement, made.shard.replicas, made.shard.workers) == ("home", 2, 3)
     assert node_config(config(label="zone"), NODE, "secret").label == NODE.node  # it carries no such label
-    assert pickle.loads(pickle.dumps(far)) == far  # noqa: S301  Ray passes it to the actor
+    assert changed(far, {}) == far  # every setting survives the way through plain values
+
+
+def test_no_secret_is_shown_by_accident() -> None:
+    flags = {"namespace.salt": "a-secret-salt", "tenants.acme.salt": "a-secret-salt", "tenants.acme.key": "a-secret-key"}
+    made = load(flags=flags).config
+    base = namespace_of(made, "a model")
+    spaces = tenant_namespaces(made, base)
+    gateway = GatewaySetup("app", "store", {}, "127.0.0.1", 8401, "a-secret-token")
+    running = Cluster(made, Prepared("folder", SPEC, "a model"), token="a-secret-token")
+    setup = GroupSetup(made, SPEC, base, "socket", spaces)
+    for shown in (made, base, spaces, gateway, running, setup):
+        assert "a-secret" not in repr(shown)
+    assert (gateway.token, running.token, base.salt) == ("a-secret-token", "a-secret-token", "a-secret-salt")
+
+
+def test_a_replica_takes_what_its_own_node_has() -> None:
+    """The machine that started it may be another one, and larger."""
+    unit, prepared = 1 << 20, Prepared("folder", SPEC, "a model")
+    ratio = load(flags={"cache.host_reserve": "1MiB", "model.tp": 2}).config
+    wanted = host_bytes(ratio, SPEC)
+    assert fitted_on_node(ratio, prepared, Memory(64 * wanted, 64 * wanted)) == ratio
+    small = fitted_on_node(ratio, prepared, Memory(64 * wanted, wanted + unit))
+    assert small.cache.host_size == int(wanted * 0.8) // 2  # by cache.host_fraction, for each of two ranks
+    assert fitted_on_node(ratio, replace(prepared, fitted=True), Memory(unit, unit)) == ratio  # they share the machine that was measured
+    told = load(flags={"cache.host_reserve": "1MiB", "cache.host_size": "8MiB", "model.tp": 2}).config
+    assert fitted_on_node(told, prepared, Memory(64 * unit, 17 * unit)) == told
+    with pytest.raises(ConfigError, match=r"on node .+: cache.host_size is 8MiB for each of 2 rank\(s\) .*; choose at most 8388607"):
+        fitted_on_node(told, prepared, Memory(64 * unit, 17 * unit - 1))
+    with pytest.raises(ConfigError, match=r"on node .+: this node has 1,048,576 bytes free"):
+        fitted_on_node(ratio, prepared, Memory(64 * unit, unit))
 
 
 def test_limits_reach_the_arena() -> None:
@@ -87,3 +134,9 @@ def test_what_does_not_fit_together_is_a_sentence(flags: dict[str, Any], sentenc
     with pytest.raises(ConfigError) as caught:
         config(**flags)
     assert str(caught.value) == sentence
+
+
+def test_a_model_that_takes_too_long_to_prepare_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(model, "PREPARE_S", 0.001)
+    with pytest.raises(HiCacheError, match=rf"the model could not be prepared within 0.001 s; is the disk of {tmp_path} slow\?"):
+        model.read_spec(config(), str(tmp_path))

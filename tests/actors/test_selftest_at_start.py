@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,9 @@ def port() -> int:
 def test_a_sound_rank_joins(setup: RankSetup, caplog: pytest.LogCaptureFixture) -> None:
     shell = RankShell(setup)
     shell.load()
-    assert shell.join(port(), 1, {}) > 0
+    joined = shell.join(port(), 1, {})
+    assert joined.pid == os.getpid()
+    assert not joined.attached
     assert "rank 0: the self-test left storage out: it is not attached" in caplog.text
 
 

@@ -12,7 +12,7 @@ from hicache_ray.actors.serve import Generate, tenant_of
 from hicache_ray.actors.setup import namespace_of, tenant_caps, tenant_namespaces
 from hicache_ray.config_sources import load
 from hicache_ray.keys import as_tokens, page_keys, space_of
-from tests.actors.rig import GRID, Tier, held, prompt, reused, same, tenants, until
+from tests.actors.rig import GRID, Tier, held, kill, prompt, reused, same, tenants, until
 
 COUNT = 2 * GRID + 1
 TIERS = ("device", "host", "storage")
@@ -93,10 +93,18 @@ def test_storage_is_detached_and_attached_while_a_request_runs(tier: Tier) -> No
     assert len(last["output_ids"]) == 128
     row = tier.at_rest()
     assert row["attached"] is False
-    tier.flush("device", "host", "storage")  # of storage nothing is asked
+    tier.flush("device", "host")
     missed = tier.generate(tokens)
     assert missed["computed_tokens"] == COUNT
     assert same(missed, cold)
+    # A coordinator and a rank that are started anew keep away from it as well.
+    for pid in (row["pid"], row["rank_pids"][1]):
+        kill(pid)
+        missed = tier.generate(tokens)
+        assert missed["computed_tokens"] == COUNT
+        assert same(missed, cold)
+        row = tier.at_rest()
+        assert row["attached"] is False
     tier.at_rest()
     assert tier.storage()["objects"] == objects
     assert tier.admin("POST", "/storage/detach").status_code == 200  # it is away already

@@ -54,6 +54,9 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
         print(f"make chaos: {problem}", file=sys.stderr)
         return 2
     wanted = [name for name in faults.FAULTS if not options.faults or any(part in name for part in options.faults)]
+    if not wanted:
+        print(f"no fault is called {' or '.join(options.faults)}; there are: {', '.join(faults.FAULTS)}", file=sys.stderr)
+        return 2
     house = House(folder / "ray", cpus=options.tp + 1)
     results, remains, store = [], [], ""
     try:

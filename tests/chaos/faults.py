@@ -178,7 +178,8 @@ def run(stage: Stage, name: str) -> Result:
     stage.clients.resume()
     stage.clients.retrying = name in RETRYING
     before = time.monotonic()
-    _first(lambda: len(stage.clients.since(before)) >= 16, SERVICE_S)
+    if _first(lambda: len(stage.clients.since(before)) >= WINDOW, SERVICE_S) is None:
+        raise AssertionError(f"before the fault {len(stage.clients.since(before))} requests ended within {SERVICE_S:g} s")
     struck = FAULTS[name](stage)
     replicas = stage.tier.cluster.config.serve.replicas
     since = struck.pinged if struck.pinged is not None else struck.mended

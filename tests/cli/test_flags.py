@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,44 @@ def test_help_costs_neither_ray_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == [0, []]
+
+
+@pytest.mark.parametrize("command", [("probe",), ("demo",), ("verify", "--model", "llama"), ("replay", "benchmarks/small_trace.jsonl")])
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(command: tuple[str, ...], tmp_path: Path) -> None:
+    for target in (tmp_path / "nowhere" / "result.json", tmp_path):
+        code, out, err = run(*command, "--json", str(target))
+        assert (code, out) == (2, "")
+        assert f"--json {target} cannot be written".replace(" ", "") in re.sub(r"\s", "", err)
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "sentence"),
+    [
+        ((), {"HICACHE__ADMIN__PORT": "many"}, 'admin.port is "many"; it must be a whole number'),
+        ((), {"HICACHE__ADMIM__PORT": "1"}, "there is no setting admim.port"),
+        (("--url", "http://127.0.0.1:1"), {}, "no admin endpoint answers at http://127.0.0.1:1"),
+        (("--url", "http://[::1"), {}, "no admin endpoint answers at http://[::1"),
+        (("--url", "nonsense"), {}, "no admin endpoint answers at nonsense"),
+    ],
+)
+@pytest.mark.parametrize("command", [["status"], ["stats"], ["flush"], ["drop", "acme"], ["explain", "r"], ["storage", "detach"]], ids=str)
+def test_commands_that_reach_no_tier_say_why(
+    command: list[str], args: tuple[str, ...], variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = run(*command, *args)
+    assert (code, out) == (2, "")
+    assert sentence.replace(" ", "") in re.sub(r"\s", "", err)
+
+
+def test_an_interrupted_simulation_ends_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "hicache_ray.cli", "sim", "--minutes", "10", "--case", "hybrid"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("hicache-ray sim --seed 0")  # it is under way
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err

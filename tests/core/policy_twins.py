@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
-from hicache_ray.policy import Cost
+from hicache_ray.policy_order import Cost
 from hicache_ray.policy_s3fifo import CREDIT, GHOST, SMALL
 
 
@@ -85,6 +86,12 @@ class Twin:
                 page.cost = Cost.EXPIRED
 
     def victims(self, count: int, kept: Iterable[int], now: float) -> list[int]:
+        """Who would go: what goes in a copy of this."""
+        self.expire(now)
+        return deepcopy(self).evict(count, kept, now)
+
+    def evict(self, count: int, kept: Iterable[int], now: float) -> list[int]:
+        """Who goes, with all that it has for those who stay."""
         self.expire(now)
         free = [e for e in self.pages if e not in kept]
         out = sorted(free, key=lambda e: (self.pages[e].cost, self.pages[e].place))[: max(count, 0)]
@@ -142,7 +149,7 @@ class S3FifoTwin(Twin):
                 self.ghost[entry], self.gone = self.gone, self.gone + 1
         super().forget(entries)
 
-    def victims(self, count: int, kept: Iterable[int], now: float) -> list[int]:
+    def evict(self, count: int, kept: Iterable[int], now: float) -> list[int]:
         self.expire(now)
         out: list[int] = []
         for cost in Cost:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from hicache_ray.executor import Executor
 from hicache_ray.records import Lane, Lookup, Move, lane_of
 from hicache_ray.resume import Limit
 from hicache_ray.spec import Tier
+from hicache_ray.storage.wrappers import StoreWrapper
 from hicache_ray.testing import Served, Stack, full
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, is_move, prompt
 from tests.core.scenes import DECODED, FETCH, PREFETCH, SCENES, A, B, Scene, all_is_well_and_the_next_request_too, go_on, hybrid
@@ -58,7 +62,7 @@ def test_what_is_in_flight_ends_as_a_miss_at_once(what: type, again: bool) -> No
         stack.attach()
     steps.run()
     assert stack.served["r"] == Served(0, 0, 0, len(B) - DECODED)
-    assert stack._jobs["r"].limit is (Limit.LOOKUP if what is Lookup else Limit.FAILED)
+    assert stack._jobs["r"].limit is Limit.DETACHED
     kept = sum(p.held for p in stack.res.pools.values())
     assert kept == held
     cached = {place: stack.res.index.in_place(place).tolist() for place in stack.res.pools}
@@ -140,3 +144,20 @@ def test_a_detach_between_two_lookups_takes_back_what_the_first_has_said() -> No
     assert not any(is_move(e, Tier.STORAGE, Tier.HOST) for e in steps.seen)
     assert stack.served["r"] == Served(0, 0, 0, len(tokens))
     at_rest(stack)
+
+
+def test_what_runs_when_storage_is_taken_away_ends_with_the_store_it_began_with() -> None:
+    stack = hybrid()
+    assert stack.store is not None
+    for executor in stack._executors:
+
+        class Leaving(StoreWrapper):
+            def put(self, *args: Any, executor: Executor = executor) -> int:
+                executor.store = None  # as another thread of the rank does, between two components
+                return super().put(*args)
+
+        executor.store = Leaving(stack.store)
+    stack.put(A)
+    stack.settle()
+    assert stack.probe(A).l3 == 512
+    assert [executor.store for executor in stack._executors] == [None] * stack.ranks

@@ -108,6 +108,23 @@ def stack(machine: Machine, ranks: int = 1, pools: Any = PAGES, room: int = 64, 
     return Stack(pools=pools, l1=room, l2=room, ranks=ranks, settings=more)
 
 
+def test_nothing_is_tried_where_nothing_would_be_read() -> None:
+    """A link to the device that is slower than the prefill: what the host has is recomputed. That is no try, and none is spent on it."""
+    machine = Machine(host=1e5)
+    timed = Timed(stack(machine, prefill_tokens_per_s=machine.prefill, storage_bytes_per_s=1e12), machine)
+    tokens = prompt(1, TOKENS)
+    timed.first_token(tokens)
+    timed.settle()
+    timed.stack.evict_l1(64)
+    assert timed.stack.probe(tokens).l2 == 1024
+    assert timed.first_token(tokens) <= SLACK * machine.compute(0, TOKENS)
+    timed.settle()
+    assert timed.stack.explain(f"r{last_of(timed)}")["decision"]["decision"] == "recompute"
+    cost = timed.stack.cache.restore.cost
+    assert cost is not None
+    assert (cost._trying, cost._declined) == (0, 0)
+
+
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     storage=st.floats(-1, 11).map(lambda x: 10.0**x),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ray.policy import Cost
+from hicache_ray.policy_order import Cost
 from hicache_ray.settings import Eviction
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full, state, window

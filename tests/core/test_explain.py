@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
+from hicache_ray.errors import StoreTimeout
 from hicache_ray.explain import Explainer, _of, lines, ranges
-from hicache_ray.keys import page_keys
+from hicache_ray.explain_fields import differing_fields, foreign_fields
+from hicache_ray.keys import page_keys, space_of
 from hicache_ray.ledger import FLUSH, ROOM, Gone, Ledger
-from hicache_ray.records import Move
+from hicache_ray.records import Move, Outcome
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full, state
-from tests.core.drive import prompt
+from tests.core.drive import Steps, is_move, prompt
 
 PAGE = 64
 HYBRID = {"full": full(), "state": state()}
@@ -104,6 +106,23 @@ def test_a_flush_is_told_as_one() -> None:
     assert told["longer"]["missing"][0]["went"]["for"].startswith("flush")
 
 
+@pytest.mark.parametrize("how", ["flush", "drop"])
+def test_what_a_flush_takes_is_not_ascribed_to_whoever_waited_for_it(how: str) -> None:
+    stack = Stack()
+    stack.detach()
+    stack.put(prompt(1, 257))
+    stack.settle()
+    stack.begin(prompt(3, 257), "running")
+    if how == "flush":
+        name = stack.group.flush([Tier.DEVICE, Tier.HOST], timeout_s=10.0)
+    else:
+        name = stack.group.drop_space(space_of(stack.ns.digest()), 10.0)
+    stack.begin(prompt(1, 257), "held back")
+    stack.settle()
+    told = stack.explain("held back")
+    assert (cause(told), told["longer"]["missing"][0]["went"]["for"]) == ("evicted", name)
+
+
 def test_another_namespace_and_which_field() -> None:
     stack = Stack()
     stack.put(prompt(1, 257), namespace={"revision": "two"})
@@ -111,6 +130,30 @@ def test_another_namespace_and_which_field() -> None:
     told = why(stack, prompt(1, 257))
     assert (cause(told), told["limit"]["fields"]) == ("other_namespace", ["revision"])
     assert "it differs in revision" in told["limit"]["sentence"]
+
+
+def test_all_that_storage_is_asked_about_fields_has_one_deadline() -> None:
+    """Ten namespaces, and a store that takes 0.3 s for every answer: after 2 s nothing more is asked."""
+    stack = Stack()
+    assert stack.store is not None
+    for i in range(10):
+        stack.store.describe(bytes([i]) * 32, {"page_size": "64", "revision": str(i)}, 1.0)
+    why(stack, prompt(1, 257))
+    kept = stack.explainer.find("asked")
+    assert kept is not None
+    for call in range(20):
+        stack.store.fault("any", "delay", call + 1, seconds=0.3)
+    began = stack.clock()
+    for ask in (
+        lambda: foreign_fields(stack.store, kept, stack.spec, {}, False, clock=stack.clock),  # type: ignore[arg-type]
+        lambda: differing_fields(stack.store, stack.ns, np.flip(kept.first), stack.spec, {}, clock=stack.clock),  # type: ignore[arg-type]
+    ):
+        before = stack.store.planned()
+        with pytest.raises(StoreTimeout, match="storage did not say within 2 s by what its objects differ"):
+            ask()
+        assert stack.clock() - began == pytest.approx(2.1)
+        assert before - stack.store.planned() == 7
+        began = stack.clock()
 
 
 def test_objects_of_another_recipe() -> None:
@@ -135,6 +178,36 @@ def test_refused_by_storage_or_over_the_quota(capped: tuple[str, ...], want: str
     assert (cause(told), told["resumed_tokens"], told["longer"]["missing"][0]["page"]) == (want, 64, 1)
 
 
+@pytest.mark.parametrize("how", ["write_late", "write_failed", "write_detached", "dropped"])
+def test_what_was_not_refused_is_not_called_refused(how: str) -> None:
+    """Nor over a quota. What was dropped while it was written went with the drop."""
+    stack = Stack(l1=8, l2=8, namespace={"tenant": "acme"})
+    stack.explainer = Explainer(stack.cache.settings, ("acme",))
+    stack.put(prompt(1, 257))
+    steps = Steps(stack)
+    write = steps.until(lambda e: is_move(e, Tier.HOST, Tier.STORAGE))
+    if how == "write_late":
+        stack.clock.advance(30.0)
+        stack.group.tick()
+    elif how == "write_failed":
+        stack.report(write, Outcome(bits=(0,), error="injected"))
+    elif how == "write_detached":
+        stack.detach()
+        stack.attach()
+    else:
+        stack.group.drop_space(space_of(stack.ns.digest()), 10.0)
+        stack.report(write, Outcome(bits=(0,)))
+    stack.settle()
+    if how in ("write_late", "write_detached"):
+        stack.report(write, Outcome(bits=(0,)))
+    if how != "dropped":
+        for tier in ("l1", "l2"):
+            stack.drop(tier, "full", prompt(1, 257), range(4))
+    told = why(stack, prompt(1, 257))
+    assert (cause(told), told["longer"]["missing"][0]["went"]["why"]) == (("evicted", "drop") if how == "dropped" else (how, how))
+    assert told["limit"]["sentence"].count("refused") == told["limit"]["sentence"].count("cap") == 0
+
+
 @pytest.mark.parametrize("op", ["lookup", "get"])
 def test_a_deadline(op: str) -> None:
     stack = Stack()
@@ -144,8 +217,19 @@ def test_a_deadline(op: str) -> None:
     if op == "lookup":
         assert stack.store is not None
         stack.store.fault("lookup", "error")
-        told = why(stack, prompt(1, 257))
-        assert cause(told) == "lookup"
+        assert cause(why(stack, prompt(1, 257))) == "lookup_failed"
+        stack.flush()
+        stack.store.fault("lookup", "lost")
+        assert cause(why(stack, prompt(1, 257))) == "lookup"
+        stack.flush()
+        stack.begin(prompt(1, 257), "asked")
+        held = stack.pending()
+        stack.clock.advance(2)
+        stack.group.tick()
+        stack.settle()
+        assert cause(stack.explain("asked")) == "lookup"
+        for envelope in held:
+            stack.run(envelope)
     else:
         stack.begin(prompt(1, 257), "asked")
         held = stack.pending()

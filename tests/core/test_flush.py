@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_ray.errors import Busy, Cancelled
-from hicache_ray.records import Clear, Compute, Lookup, Outcome
+from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Served, full
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, ended, is_move, prompt
@@ -121,7 +121,7 @@ def test_a_second_flush_is_refused_while_one_is_under_way() -> None:
 
 
 def test_while_storage_is_being_cleared_no_deadline_lies_in_the_past() -> None:
-    """The timeout of a flush is for the waiting before it; a driver that sleeps until the next deadline must not spin."""
+    """The timeout of a flush is for what comes before that; a driver that sleeps until the next deadline must not spin."""
     stack = hybrid()
     stack.put(A)
     stack.settle()
@@ -139,6 +139,38 @@ def test_while_storage_is_being_cleared_no_deadline_lies_in_the_past() -> None:
     steps.settle()
     assert ended(stack, name)[0].error is None
     nothing_is_cached(steps)
+
+
+@pytest.mark.parametrize("where", [(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.STORAGE)], ids=["copies", "writes"])
+def test_a_preserving_flush_has_one_deadline_for_all_that_it_writes(where: tuple[Tier, Tier]) -> None:
+    """When it is over nothing has been emptied, those who waited begin, and what was in flight keeps its slots until it is reported."""
+    stack = hybrid(write_policy="write_back")
+    stack.put(A)
+    stack.settle()
+    steps = Steps(stack)
+    name = stack.group.flush((Tier.DEVICE, Tier.HOST), timeout_s=5.0, preserve=True)
+    stack._collect()
+    first = steps.until(lambda e: is_move(e, *where))
+    stack.begin(prompt(9, 300), "held back")
+    assert stack.group.next_deadline() == stack.clock() + 5.0
+    stack.clock.advance(5.0)
+    stack.group.tick()
+    stack._collect()
+    (end,) = ended(stack, name)
+    assert isinstance(end.error, Busy)
+    assert stack.group.next_deadline() != stack.clock()
+    assert stack.probe(A).l1 == 512
+    assert isinstance(first.record, Move)
+    for span in first.record.spans:
+        at = span.target if where[1] is Tier.HOST else span.source
+        assert stack.res.pools[(Tier.HOST, span.component)].pinned(at).all()
+    steps.queue.insert(0, first)
+    steps.settle()
+    assert stack.served["held back"] == Served(0, 0, 0, 300)
+    all_bytes_are_right(stack, (A, prompt(9, 300)))
+    at_rest(stack)
+    stack.flush(preserve=True)
+    assert stack.probe(A).l3 == 512
 
 
 def test_what_storage_could_not_clear_is_said_and_written_again() -> None:

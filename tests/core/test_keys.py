@@ -21,6 +21,7 @@ from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES,
 
 steady = settings(deadline=None, derandomize=True, max_examples=200)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=60)
+WORDS = st.sampled_from(["", "x", "y"])
 NS = Namespace("llama", "main", "", "secret", 4)
 KV = Component("full", Kind.FULL, (Field("k", 2, 8), Field("v", 2, 8)), (0, 1, 2))
 SPEC = CacheSpec("any", 4, (KV,), 2)
@@ -220,14 +221,28 @@ def test_the_order_of_a_recipe_does_not_matter_and_its_names_cannot_pose_as_geom
 @steady
 @given(st.text(min_size=1, max_size=20))
 def test_the_salt_is_never_readable(salt: str) -> None:
+    """Nor is anything there from which it could be guessed: all salts have the same record."""
     record = replace(NS, salt=salt).record()
-    digest = hashlib.sha256(salt.encode()).hexdigest()[:16]
-    assert record == {"model": "llama", "revision": "main", "adapter": "", "salt": digest, "page_size": "4", "tenant": ""}
+    assert record == {"model": "llama", "revision": "main", "adapter": "", "salt": "secret", "page_size": "4", "tenant": ""}
+    assert repr(replace(NS, salt=salt)) == "Namespace(model='llama', revision='main', adapter='', page_size=4, tenant='')"
 
 
 def test_no_salt_and_some_salt_can_be_told_apart() -> None:
     assert replace(NS, salt="").record()["salt"] == ""
     assert differing(replace(NS, salt="").record(), NS.record()) == ("salt",)
+
+
+@steady
+@given(st.fixed_dictionaries(dict.fromkeys(["model", "revision", "adapter", "salt", "tenant"], WORDS)), st.integers(1, 3))
+def test_who_has_a_salt_is_told_exactly_what_differs(values: dict[str, str], page: int) -> None:
+    mine, theirs = Namespace("x", "y", "", "x", 2, "y"), Namespace(**values, page_size=page)
+    want = tuple(sorted(f.name for f in fields(mine) if getattr(mine, f.name) != getattr(theirs, f.name)))
+    assert mine.differing(theirs.digest(), theirs.record()) == want
+
+
+def test_a_record_of_another_form_is_compared_as_far_as_it_goes() -> None:
+    assert NS.differing(b"?" * 32, {"model": "llama", "page_size": "many"}) == ("adapter", "page_size", "revision", "tenant")
+    assert NS.differing(b"?" * 32, NS.record() | {"new": "1"}) == ("new", "salt")
 
 
 def test_a_miss_names_every_field_that_differs() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hicache_ray.errors import HiCacheError
 from hicache_ray.group import Envelope
 from hicache_ray.records import Compute, Lookup, Move, Outcome
 from hicache_ray.resume import Limit
@@ -121,7 +122,7 @@ def test_the_deadline_ends_the_wait_and_what_has_arrived_is_kept(policy: str, se
     late = [steps.until(is_read)]
     assert past(stack) == pytest.approx(seconds)
     assert (stack.poll("r").tokens, stack.poll("r").limit) == (48 * PAGE, Limit.DEADLINE.value)
-    assert stack.group.next_deadline() is None
+    assert stack.group.next_deadline(held=False) is None
     assert stack.load("r") == 48 * PAGE
     for envelope in late:
         stack.run(envelope)
@@ -160,6 +161,26 @@ def test_no_host_memory_before_the_lookup_has_answered() -> None:
     stack.run(lookup)
     assert (pool.free, pool.held) == (104, 96)
     steps.settle()
+
+
+def test_what_nobody_goes_on_with_is_held_for_a_while_only() -> None:
+    stack = stored(settings={"hold_deadline_s": 7.0})
+    stack.prefetch("r", LONG)
+    stack.prefetch("taken", prompt(2, 100))
+    steps = Steps(stack)
+    steps.run()
+    assert stack.poll("r").state == "ready"
+    assert stack.load("taken") == 0
+    assert len(stack.res.leases.open("r")) == 1
+    began = stack.clock()
+    assert past(stack) == began + 7.0
+    assert stack.poll("r").state == "cancelled"
+    assert "nobody went on with the prefetch r within 7 s" in str(stack.errors["r"])
+    with pytest.raises(HiCacheError, match='nothing is held under the id "r"; prefetch it first'):
+        stack.group.proceed("r")
+    steps.settle()
+    at_rest(stack)
+    assert stack.put(LONG).l2 == 96 * PAGE  # it is still near
 
 
 # -- pages that move meanwhile ----------------------------------------------------------------------------------------------------------
@@ -254,6 +275,18 @@ def test_a_target_goes_on_where_the_host_has_no_room_for_its_draft(policy: str) 
     at_rest(stack)
 
 
+def test_what_a_target_has_in_storage_comes_where_there_is_no_room_for_its_draft() -> None:
+    stack = stored(pools={"full": full(layers=1), "draft": full(layers=1, role="draft")}, prefetch_policy="wait_complete", l2=100)
+    held = stack.res.leases.alloc("somebody else", (Tier.HOST, "draft"), 90)
+    assert stack.put(LONG, "r") == Served(l1=0, l2=0, l3=96 * PAGE, computed=1)
+    assert {s.component for r in reads(stack) for s in r.spans} == {"full"}
+    assert stack.clock() == 0.0  # nobody has waited for that room
+    stack.res.leases.release(held)
+    stack.settle()
+    all_bytes_are_right(stack, [LONG])
+    at_rest(stack)
+
+
 def test_all_questions_of_a_request_share_one_deadline() -> None:
     """Two questions (a draft that looks ahead has keys of its own), each of which the store could not answer at once: the third has what
     the first two have left of the 2 s, and nobody is asked when nothing is left."""
@@ -306,12 +339,40 @@ def test_a_retry_without_an_answer_leaves_what_the_first_one_has_said(how: str) 
     else:
         stack.report(again, Outcome(error="injected"))
     steps.run()
-    assert (stack.poll("r").tokens, stack.poll("r").limit) == (72 * PAGE, Limit.LOOKUP.value)
+    why = Limit.LOOKUP if how == "late" else Limit.LOOKUP_FAILED
+    assert (stack.poll("r").tokens, stack.poll("r").limit) == (72 * PAGE, why.value)
     assert stack.load("r") == 72 * PAGE
-    stack.run(again)  # too late: nobody listens
+    if how == "late":
+        stack.run(again)  # nobody listens any more
     steps.settle()
     at_rest(stack)
     all_bytes_are_right(stack, [LONG])
+
+
+def test_what_a_cut_fetch_will_not_bring_is_fetched_anew() -> None:
+    """The first record of a fetch fails while the second is under way: whoever comes now has the second's pages from there, and everything
+    else from a fetch of its own."""
+    stack = stored()
+    stack.prefetch("a", LONG)
+    steps = Steps(stack)
+    first = steps.until(is_read)
+    second = steps.until(is_read)
+    stack.report(first, Outcome(bits=(0,), error="injected"))
+    stack.prefetch("b", LONG)
+    own = steps.until(is_read)
+    fetches = stack.cache.restore.fetches
+    assert (fetches.counters.begun, fetches.counters.shared, fetches.counters.cut) == (2, 1, 1)
+    for envelope in (second, own):
+        stack.run(envelope)
+    steps.run()
+    assert (stack.poll("b").tokens, stack.poll("b").limit) == (96 * PAGE, Limit.NONE.value)
+    read = [key for record in reads(stack) for span in record.spans for key in span.keys]
+    assert len(read) == len(set(read)) == 96  # nothing twice; the first record's pages were never read for "a"
+    stack.abort("a")
+    stack.abort("b")
+    steps.settle()
+    assert fetches._names == {}
+    at_rest(stack)
 
 
 # -- one fetch for many -------------------------------------------------------------------------------------------------------------------

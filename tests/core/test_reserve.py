@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from hicache_ray.records import Move
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Stack, full
-from tests.core.drive import at_rest, prompt
+from tests.core.drive import Steps, at_rest, is_move, prompt
 
 PAGES = 10
 A, D, E, F = (prompt(seed, 64 * PAGES + 1) for seed in (1, 2, 3, 4))
 
 
-def crowded() -> Stack:
-    """Under write-back, with a device for one prompt: A is in L3, a held prefetch leases it on the host; E is on the device alone."""
-    stack = Stack(pools={"full": full()}, write_policy="write_back", l1=PAGES + 2, l2=PAGES)
+def crowded(policy: str = "write_back", **more: Any) -> Stack:
+    """With a device for one prompt: A is in L3, a held prefetch leases it on the host; E is on the device, under write-back there alone."""
+    stack = Stack(pools={"full": full()}, write_policy=policy, l1=PAGES + 2, l2=PAGES, **more)
     for tokens in (A, D, E):
         stack.put(tokens)
         stack.settle()
@@ -40,13 +43,57 @@ def test_the_reserve_never_takes_all(capacity: int) -> None:
     assert res.reserve((Tier.DEVICE, "full")) == 0
 
 
-def test_no_page_leaves_all_tiers_while_storage_has_room() -> None:
-    stack = crowded()
-    stack.put(F)  # takes the device from E
-    stack.settle()
+@pytest.mark.parametrize(
+    ("policy", "others", "computed"), [("write_back", [F], 1), ("write_through_selective", [F], 1), ("write_through", [F, D, F], 65)]
+)
+def test_no_page_leaves_all_tiers_while_storage_has_room(policy: str, others: list[list[int]], computed: int) -> None:
+    """What is made while the host is leased passes through the page that is left, as does what has to leave for it."""
+    stack = crowded(policy)
+    for tokens in others:  # each takes the device from the one before, the first from E
+        stack.put(tokens)
+        stack.settle()
+    for tokens in (A, D, E, *others):
+        assert set().union(*(stack.have(tier, "full", tokens) for tier in ("l1", "l2", "l3"))) == set(range(PAGES))
+    assert stack.res.counters[(Tier.HOST, "full")].refused == 0
     stack.abort("waits")
     stack.settle()
     stack.put(E, "again")
     stack.settle()
-    assert stack.served["again"].computed == 1
+    assert stack.served["again"].computed == computed  # all that L3 brings at once leaves a page of the host free
     at_rest(stack)
+
+
+@pytest.mark.parametrize("hangs_at", [1, 4])
+def test_a_request_that_needs_room_waits_for_storage_as_long_as_for_host_memory_and_no_longer(hangs_at: int) -> None:
+    """Page by page E goes through the host to L3, until that hangs; then the request has the device, and what was left of E is lost."""
+    stack = crowded(settings={"prefetch_base_s": 1.5})
+    assert stack.store is not None
+    stack.store.fault("put", "hang", hangs_at)
+    began = stack.clock()
+    stack.put(F, "r")
+    assert stack.clock() - began == pytest.approx(1.5)
+    assert stack.served["r"].computed == len(F)
+    stack.settle()
+    stack.abort("waits")
+    stack.settle()
+    at_rest(stack)
+    assert len(stack.have("l3", "full", E)) == hangs_at - 1
+
+
+def test_all_rounds_of_a_request_that_needs_room_share_that_time() -> None:
+    stack = crowded(settings={"prefetch_base_s": 1.5})
+    stack.begin(F, "r")
+    steps, allowed = Steps(stack), []
+    for _ in range(3):
+        write = steps.until(lambda e: is_move(e, Tier.HOST, Tier.STORAGE))
+        assert isinstance(write.record, Move)
+        allowed.append(write.record.timeout_s)
+        stack.clock.advance(0.5)
+        stack.run(write)
+    assert allowed == [1.5, 1.0, 0.5]
+    steps.run()
+    assert stack.served["r"].computed == len(F)
+    stack.abort("waits")
+    steps.settle()
+    at_rest(stack)
+    assert len(stack.have("l3", "full", E)) == 3 + 1  # the last one is on the host when the time is over, and is written after that

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hicache_ray.errors import Inconsistent
 from hicache_ray.lease import Lease, Leases, Place
-from hicache_ray.policy import Entries, Lru, order
+from hicache_ray.policy import Lru
+from hicache_ray.policy_order import Entries, order
 from hicache_ray.records import slots_array
 from hicache_ray.slots import SlotPool
 from hicache_ray.spec import Kind, Tier
@@ -271,12 +272,12 @@ class LruMachine(RuleBasedStateMachine):
     def victims(self, count: int, kept: set[int]) -> None:
         usable = [x for x in self.line if x not in kept]
         got = self.lru.victims(count, lambda some: ~np.isin(some, sorted(kept)))
-        assert got.tolist() == usable[: max(count, 0)]
+        assert got.entries.tolist() == usable[: max(count, 0)]
 
     @invariant()
     def agrees(self) -> None:
         self.lru.check()
-        assert self.lru.victims(100, lambda some: np.ones(len(some), dtype=bool)).tolist() == self.line
+        assert self.lru.victims(100, lambda some: np.ones(len(some), dtype=bool)).entries.tolist() == self.line
         assert self.lru.knows(entries(list(range(40)))).tolist() == [i in self.line for i in range(40)]
         assert self.lru._kept <= 2 * len(self.line) + 1024 + 6
 
@@ -291,9 +292,9 @@ def test_demoted_entries_go_first_and_the_last_demoted_before_them() -> None:
         lru.touch(entries([i]))
     lru.demote(entries([3, 1]))
     lru.demote(entries([4]))
-    assert lru.victims(9, lambda some: np.ones(len(some), dtype=bool)).tolist() == [4, 3, 1, 0, 2]
+    assert lru.victims(9, lambda some: np.ones(len(some), dtype=bool)).entries.tolist() == [4, 3, 1, 0, 2]
     lru.touch(entries([3]))
-    assert lru.victims(9, lambda some: np.ones(len(some), dtype=bool)).tolist() == [4, 1, 0, 2, 3]
+    assert lru.victims(9, lambda some: np.ones(len(some), dtype=bool)).entries.tolist() == [4, 1, 0, 2, 3]
 
 
 def test_an_id_that_is_used_again_does_not_stand_where_the_old_one_stood() -> None:
@@ -302,7 +303,7 @@ def test_an_id_that_is_used_again_does_not_stand_where_the_old_one_stood() -> No
     lru.touch(entries([2]))
     lru.forget(entries([0]))
     lru.touch(entries([0]))
-    assert lru.victims(9, lambda some: np.ones(len(some), dtype=bool)).tolist() == [1, 2, 0]
+    assert lru.victims(9, lambda some: np.ones(len(some), dtype=bool)).entries.tolist() == [1, 2, 0]
 
 
 def test_touching_for_ever_keeps_no_more_than_it_must() -> None:
@@ -313,7 +314,7 @@ def test_touching_for_ever_keeps_no_more_than_it_must() -> None:
     assert lru._kept <= 2 * 12 + 1024 + 2
     assert sum(map(len, lru._heaps)) <= lru._kept
     last = {i % 7: i for i in range(5000)} | {7 + i % 5: i + 0.5 for i in range(5000)}
-    assert lru.victims(99, lambda some: np.ones(len(some), dtype=bool)).tolist() == sorted(last, key=lambda e: last[e])
+    assert lru.victims(99, lambda some: np.ones(len(some), dtype=bool)).entries.tolist() == sorted(last, key=lambda e: last[e])
 
 
 def test_looking_for_victims_walks_over_few_groups_that_have_none() -> None:
@@ -328,7 +329,7 @@ def test_looking_for_victims_walks_over_few_groups_that_have_none() -> None:
         for page in range(8):
             lru.touch(pages[page : page + 1])
     assert sum(map(len, lru._heaps)) <= 2 * 8 + 64
-    assert lru.victims(3, usable).tolist() == [0, 1, 2]
+    assert lru.victims(3, usable).entries.tolist() == [0, 1, 2]
     assert asked == [1, 1, 1]  # nobody is asked about groups whose pages have all moved on
 
 

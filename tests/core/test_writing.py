@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_ray.keys import space_of
 from hicache_ray.records import Move
 from hicache_ray.settings import StateSnapshots
 from hicache_ray.spec import Tier
@@ -187,3 +188,43 @@ def test_a_state_is_kept_where_paths_part(how: str) -> None:
     assert stack.probe(root + prompt(5, 60)).l2 == stack.probe(root + prompt(5, 60)).l3 == 96
     at_rest(stack)
     all_bytes_are_right(stack, [root + prompt(2, 300), longer, root + prompt(3, 60), root + prompt(4, 60)])
+
+
+def test_what_was_written_down_is_known_by_its_name() -> None:
+    """While pages go down their namespace is dropped and the entries are others': those go down as well."""
+    stack = Stack(page=8, pools={"full": full(layers=1)}, l1=24, l2=24, write_policy="write_back", settings={"device_reserve": 1.0})
+    gone, new = prompt(1, 8 * 8 + 1), prompt(2, 8 * 8 + 1)
+    stack.detach()
+    stack.put(gone)
+    steps = Steps(stack)
+    copy = steps.until(lambda e: is_move(e, Tier.DEVICE, Tier.HOST))
+    ids = set(stack.res.index.in_place((Tier.DEVICE, "full")).tolist())
+    stack.group.drop_space(space_of(stack.ns.digest()), 10.0)
+    other = {"revision": "two"}
+    stack.put(new, namespace=other)
+    assert set(stack.res.index.in_place((Tier.DEVICE, "full")).tolist()) == ids
+    stack.run(copy)
+    steps.settle()
+    assert stack.probe(new, namespace=other).l2 == 8 * 8
+    assert stack.probe(gone).reusable == 0
+    at_rest(stack)
+
+
+def test_a_load_that_is_done_again_finds_the_parting_anew() -> None:
+    """The path that a prompt leaves is dropped while it loads: then there is no length for a state to be kept at."""
+    pools = {"full": full(layers=1), "state": state(32, layers=1)}
+    stack = Stack(page=8, pools=pools, l1=40, l2=40)
+    shared = prompt(1, 16 * 8 + 1)
+    stack.put(shared)
+    stack.settle()
+    stack.flush(l1=True, l2=False)
+    stack.begin([*shared[: 9 * 8], *prompt(2, 60)], "r")
+    steps = Steps(stack)
+    load = steps.until(lambda e: is_move(e, Tier.HOST, Tier.DEVICE))
+    assert stack._jobs["r"].fork == 64
+    stack.group.drop_space(space_of(stack.ns.digest()), 10.0)
+    stack.run(load)
+    steps.settle()
+    assert stack._jobs["r"].fork == 0
+    assert stack.served["r"].computed == 132
+    at_rest(stack)

@@ -206,9 +206,9 @@ def shorter_plan(patch: pytest.MonkeyPatch) -> None:
     """Of what storage has, less is fetched than there is."""
     choose = plan.choose
 
-    def modest(match, threshold, fits):  # type: ignore[no-untyped-def]
-        best = choose(match, threshold, fits)
-        less = choose(match, threshold, lambda p: p.length < best.length and fits(p))
+    def modest(match, threshold, bounds=()):  # type: ignore[no-untyped-def]
+        best = choose(match, threshold, bounds)
+        less = choose(match, threshold, [*bounds, (best.limit, lengths.ones(best.length))])
         return replace(less, limit=best.limit)
 
     patch.setattr(plan, "choose", modest)

@@ -43,6 +43,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._waiting_for: list[Callable[[], None]] = []
         self.store = FaultyStore(self.inner, wait=self.waits.append)
 
     @property
@@ -56,6 +57,7 @@ class Node:
         with self._lock:
             self.calls += 1
             hung, gate = self.hung, self.gates.pop(call, None)
+            self._waiting_for += [event.set for event in [hung] if event] + [gate.open for gate in [gate] if gate]
         if gate is not None:
             gate.stop()
         if hung is not None:
@@ -64,6 +66,12 @@ class Node:
             self._count(-1)
         if not self.up or hung is not None:
             raise StoreError(f"{self.name} is down")
+
+    def free(self) -> None:
+        """Whatever still waits here goes on: a test that failed must not be the next one's fault."""
+        with self._lock:
+            for go_on in self._waiting_for:
+                go_on()
 
     def _count(self, more: int) -> None:
         with self._lock:
@@ -114,6 +122,9 @@ class ReachedIndex:
     def forget(self, prefix: bytes, timeout_s: float) -> int:
         return self._index("forget").forget(prefix, timeout_s)
 
+    def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
+        return self._index("forgotten").forgotten(seconds, timeout_s)
+
     def _index(self, call: str) -> HomeIndex:
         self.node.answer(call)
         if self.incarnation != self.node.incarnation:
@@ -131,7 +142,8 @@ class Cluster:
         self.members = Members(self.clock, MembersConfig())
         self.nodes: dict[str, Node] = {}
         for i, capacity in enumerate(capacities):
-            self.nodes[f"n{i}"] = Node(f"n{i}", labels[i] if labels else "", kind(capacity, 10.0, self.clock))
+            inner, index = kind(capacity, 10.0, self.clock), HomeIndex(clock=self.clock)
+            self.nodes[f"n{i}"] = Node(f"n{i}", labels[i] if labels else "", inner, index=index)
         for node in self.nodes.values():
             self.members.join(node.member)
         self.clock.advance(self.members.config.settle_s)
@@ -160,14 +172,14 @@ class Cluster:
         self.nodes[name].up = True
         self.members.heard(name, self.nodes[name].incarnation)
 
-    def restart(self, name: str, keep_bytes: bool = True) -> None:
-        """A new incarnation with an empty home index."""
+    def restart(self, name: str, keep_bytes: bool = True, away_s: float = 0.0) -> None:
+        """A new incarnation with an empty home index, which was not there for ``away_s``."""
         node = self.nodes[name]
         node.incarnation = str(int(node.incarnation) + 1)
-        node.index, node.up = HomeIndex(), True
+        node.index, node.up = HomeIndex(clock=self.clock), True
         if not keep_bytes:
             node.inner.clear(1.0)
-        self.announcers[name] = self._announcer(node)
+        self.announcers[name] = self._announcer(node, away_s)
         self.members.join(node.member)
 
     def announce(self) -> None:
@@ -193,15 +205,17 @@ class Cluster:
             node.inner.check()
 
     def close(self) -> None:
+        for node in self.nodes.values():
+            node.free()
         for client in self.clients:
             client.close()
 
     def total(self) -> StoreStats:
         return self.clients[0].stats(LONG_S)
 
-    def _announcer(self, node: Node) -> Announcer:
+    def _announcer(self, node: Node, away_s: float = 0.0) -> Announcer:
         def directory(member: Member) -> Directory:
             return self.connect(member).directory
 
         store: Store = node.store
-        return Announcer(lambda: node.member, store, self.members.alive, directory, AnnouncerConfig(), self.clock, node.index)
+        return Announcer(lambda: node.member, store, self.members.alive, directory, AnnouncerConfig(), self.clock, node.index, away_s)

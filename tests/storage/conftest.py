@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, DiskStore
 from hicache_ray.storage.owned import PREFIX
 from tests.storage.objects import PAGE
 from tests.storage.services import Process
@@ -86,6 +86,20 @@ def connect(nothing_left: None) -> Iterator[Callable[..., ArenaClient]]:
 
     def open_one(*args: object, **options: object) -> ArenaClient:
         opened.append(ArenaClient(*args, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def disk(nothing_left: None) -> Iterator[Callable[..., DiskStore]]:
+    """Opens disk stores that are closed at the end of the test, however it ends."""
+    opened: list[DiskStore] = []
+
+    def open_one(*args: object, **options: object) -> DiskStore:
+        opened.append(DiskStore(*args, **options))  # type: ignore[arg-type]
         return opened[-1]
 
     yield open_one

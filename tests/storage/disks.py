@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sys
 import threading
 from collections import Counter
@@ -20,10 +21,13 @@ from hicache_ray.store import KEY_BYTES
 from tests.storage.objects import TIMEOUT_S, name, page
 
 BLOCK = 4096
+SECTOR = 512
 CALLS = (
-    *("open", "close", "lock", "pread", "pwrite", "fallocate", "fdatasync", "fsync", "size", "unlink", "rename", "files", "room"),
+    *("open", "close", "lock", "pread", "pwrite", "fallocate", "fdatasync", "fsync"),
+    *("size", "unlink", "rename", "files", "room", "written_at"),
 )  # fmt: skip
-READS = ("pread", "size", "files", "room")
+OpenDisk = Callable[..., DiskStore]
+READS = ("pread", "size", "files", "room", "written_at")
 
 
 def small(directory: Path, **more: Any) -> DiskConfig:
@@ -105,6 +109,10 @@ class FailingOs(CountingOs):
         self._nth, self._code = nth, code
         self.struck = ""
 
+    def fail(self, nth: int) -> None:
+        """That one, counted from the first call of all."""
+        self._nth = nth
+
     def _fail(self, number: int, call: str, arguments: tuple[Any, ...]) -> None:
         if number != self._nth:
             return
@@ -122,6 +130,48 @@ def half(arguments: tuple[Any, ...]) -> None:
     part = len(buffer) // 2 // 512 * 512
     if part:
         os.pwrite(descriptor, bytes(buffer[:part]), offset)
+
+
+class PowerOs(DiskOs):
+    """Remembers what sectors held before the writes that no sync has covered yet. After ``off`` nothing is written any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._paths: dict[int, str] = {}
+        self._before: dict[tuple[str, int], bytes] = {}  # (path, sector) -> bytes
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        descriptor = super().open(path, flags & ~os.O_DIRECT, mode)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            path = self._paths[descriptor]
+            if path.endswith(".seg"):
+                for at in range(offset, offset + len(buffer), SECTOR):
+                    self._before.setdefault((path, at), os.pread(descriptor, SECTOR, at))
+            return super().pwrite(descriptor, buffer, offset)
+
+    def fdatasync(self, descriptor: int) -> None:
+        with self._lock:
+            path = self._paths[descriptor]
+            self._before = {key: data for key, data in self._before.items() if key[0] != path}
+
+    def unlink(self, path: str) -> None:
+        with self._lock:
+            self._before = {key: data for key, data in self._before.items() if key[0] != path}
+        super().unlink(path)
+
+    def lose(self, directory: Path, into: Path, chance: random.Random) -> None:
+        """Copy the files as a loss of power at this moment may leave them."""
+        with self._lock:
+            for path in directory.iterdir():
+                data = bytearray(path.read_bytes())
+                for (name, at), before in self._before.items():
+                    if name == str(path) and chance.random() < 0.5:
+                        data[at : at + SECTOR] = before
+                (into / path.name).write_bytes(data)
 
 
 class Killer(CountingOs):

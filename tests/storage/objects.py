@@ -1,52 +1,13 @@
-"""Ids and pages for the tests of stores."""
+"""Ids and pages for the tests of stores: those of the conformance suite, and one call of every operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-import numpy as np
-import numpy.typing as npt
+from hicache_ray.storage.conformance_kit import PAGE, TAG, TIMEOUT_S, Page, get, key, name, page, present, put
+from hicache_ray.store import Store
 
-from hicache_ray.storage import bits
-from hicache_ray.store import KEY_BYTES, TAG_BYTES, Store
-
-PAGE = 16 << 10
-TIMEOUT_S = 10.0
-TAG = b"t" * TAG_BYTES
-Page = npt.NDArray[np.uint8]
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(KEY_BYTES, "big")
-
-
-def name(number: int) -> bytes:
-    return key(number) + TAG
-
-
-def page(number: int, size: int = PAGE) -> Page:
-    """Bytes that no other page has."""
-    return np.random.default_rng(number).integers(0, 256, size, np.uint8)
-
-
-def put(store: Store, numbers: Sequence[int], size: int = PAGE) -> int:
-    return store.put([name(n) for n in numbers], [page(n, size).data for n in numbers], TIMEOUT_S)
-
-
-def get(store: Store, numbers: Sequence[int], size: int = PAGE) -> set[int]:
-    """Read, and compare what was verified with what was put. Returns the numbers that hit."""
-    targets = [np.zeros(size, np.uint8) for _ in numbers]
-    hit = store.get([name(n) for n in numbers], [target.data for target in targets], TIMEOUT_S)
-    for i in bits.each(hit):
-        assert (targets[i] == page(numbers[i], size)).all()
-    return {numbers[i] for i in bits.each(hit)}
-
-
-def present(store: Store, numbers: Sequence[int]) -> set[int]:
-    """Numbers that a lookup finds. Touches nothing."""
-    answer = store.lookup([key(n) for n in numbers], [TAG], TIMEOUT_S)[TAG]
-    return {numbers[i] for i in bits.each(answer.hit)}
-
+__all__ = ["CALLS", "PAGE", "TAG", "TIMEOUT_S", "Page", "get", "key", "name", "page", "present", "put"]
 
 #: One call of every operation.
 CALLS: Mapping[str, Callable[[Store], object]] = {

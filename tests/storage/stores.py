@@ -34,6 +34,7 @@ from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.checked import TRAILER_BYTES
 from hicache_ray.storage.conformance import PAGE, Abilities, Clock, Eviction, Gate
 from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.movers import Batch, Piece
 from hicache_ray.storage.peers import ShardConfig
 from hicache_ray.storage.tcp import TcpConfig
@@ -371,11 +372,23 @@ def disk() -> Subject:
     def make(capacity_bytes: int) -> Iterator[Store]:
         with TemporaryDirectory(prefix="hicache-conf-") as folder:
             room = capacity_bytes + (64 << 10)  # the cap counts the store's own records too
-            with closing(DiskStore(DiskConfig(folder, room, segment_bytes=capacity_bytes, lease_s=LEASE_S), clock)) as store:
+            config = DiskConfig(folder, room, segment_bytes=capacity_bytes, lease_s=LEASE_S)
+            with closing(DiskStore(config, clock, StagedOs())) as store:
                 yield store
                 store.check()
 
-    return Subject(make, Abilities(clock=clock, lends=False))
+    return Subject(make, Abilities(clock=clock, lends=False, hold=lambda store, gate: hold_staged(store._port, gate)))
+
+
+class StagedOs(DiskOs):
+    """Writes of objects stop at ``gate``: their slots are reserved, and they have no record yet."""
+
+    gate: Gate | None = None
+
+    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if self.gate is not None and len(buffer) >= PAGE:
+            self.gate.stop()
+        return super().pwrite(descriptor, buffer, offset)
 
 
 def tiered(in_front: bool) -> Subject:
@@ -384,12 +397,15 @@ def tiered(in_front: bool) -> Subject:
 
     @contextmanager
     def make(capacity_bytes: int) -> Iterator[Store]:
-        front, back = (MemoryStore(room, LEASE_S, clock) for room in ((capacity_bytes, 1) if in_front else (1, capacity_bytes)))
+        front, back = (Staged(room, LEASE_S, clock) for room in ((capacity_bytes, 1) if in_front else (1, capacity_bytes)))
         with closing(TieredStore(front, back, WriteBehind(front, back, 1))) as store:
             yield store
             store.check()
 
-    return Subject(make, Abilities(clock=clock, lends=in_front))
+    def hold(store: Any, gate: Gate) -> AbstractContextManager[None]:
+        return hold_staged(store.front if in_front else store.back, gate)
+
+    return Subject(make, Abilities(clock=clock, lends=in_front, hold=hold))
 
 
 #: A store that is added here is held to every rule.

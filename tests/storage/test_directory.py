@@ -9,6 +9,7 @@ import pytest
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage.directory import HOLDERS, Directory, HomeIndex
 from hicache_ray.store import SPACE_BYTES
+from tests.storage.conftest import FakeClock
 from tests.storage.objects import TAG, TIMEOUT_S, key, name
 
 A, B, C = "a:1", "b:1", "b:2"
@@ -123,6 +124,22 @@ def test_the_bound_is_a_bound_and_the_oldest_go() -> None:
     index.announce(A, names(*range(1000, 1500)), TIMEOUT_S)  # more than fit in one call
     assert index.stats().entries <= 100
     index.check()
+
+
+def test_what_was_forgotten_of_late_is_known(clock: FakeClock) -> None:
+    index = HomeIndex(clock=clock)
+    index.forget(b"a", TIMEOUT_S)
+    clock.advance(10.0)
+    index.forget(b"b", TIMEOUT_S)
+    clock.advance(5.0)
+    assert index.forgotten(5.0, TIMEOUT_S) == [(b"b", 5.0)]
+    assert index.forgotten(15.0, TIMEOUT_S) == [(b"a", 15.0), (b"b", 5.0)]
+    index.forget(b"a", TIMEOUT_S)
+    assert index.forgotten(3600.0, TIMEOUT_S) == [(b"b", 5.0), (b"a", 0.0)]
+    for n in range(255):
+        index.forget(b"%d" % n, TIMEOUT_S)
+    assert index.forgotten(5.0, TIMEOUT_S)[:2] == [(b"", 5.0), (b"a", 0.0)]  # which one it was is not known any more: so it was all
+    assert index.forgotten(4.0, TIMEOUT_S)[0] == (b"a", 0.0)
 
 
 def test_a_closed_index_says_so() -> None:

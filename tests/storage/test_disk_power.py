@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache_ray.storage import DiskStore
-from hicache_ray.storage.disk_io import DiskOs
-from tests.storage.disks import get, put, small, visible
+from tests.storage.disks import OpenDisk, PowerOs, get, put, small, visible
 from tests.storage.objects import TIMEOUT_S, name
-
-SECTOR = 512
-
-
-class PowerOs(DiskOs):
-    """Remembers what sectors held before the writes that no sync has covered yet. After ``off`` nothing is written any more."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._paths: dict[int, str] = {}
-        self._before: dict[tuple[str, int], bytes] = {}  # (path, sector) -> bytes
-
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        descriptor = super().open(path, flags & ~os.O_DIRECT, mode)
-        self._paths[descriptor] = path
-        return descriptor
-
-    def pwrite(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        with self._lock:
-            path = self._paths[descriptor]
-            if path.endswith(".seg"):
-                for at in range(offset, offset + len(buffer), SECTOR):
-                    self._before.setdefault((path, at), os.pread(descriptor, SECTOR, at))
-            return super().pwrite(descriptor, buffer, offset)
-
-    def fdatasync(self, descriptor: int) -> None:
-        with self._lock:
-            path = self._paths[descriptor]
-            self._before = {key: data for key, data in self._before.items() if key[0] != path}
-
-    def unlink(self, path: str) -> None:
-        with self._lock:
-            self._before = {key: data for key, data in self._before.items() if key[0] != path}
-        super().unlink(path)
-
-    def lose(self, directory: Path, into: Path, chance: random.Random) -> None:
-        """Copy the files as a loss of power at this moment may leave them."""
-        with self._lock:
-            for path in directory.iterdir():
-                data = bytearray(path.read_bytes())
-                for (name, at), before in self._before.items():
-                    if name == str(path) and chance.random() < 0.5:
-                        data[at : at + SECTOR] = before
-                (into / path.name).write_bytes(data)
 
 
 @pytest.mark.parametrize("fsync", ["batch", "always"])
-def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, fsync: str) -> None:
+def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, disk: OpenDisk, fsync: str) -> None:
     chance = random.Random(7)
     (memory / "live").mkdir()
     port = PowerOs()
@@ -85,7 +38,7 @@ def test_what_a_put_reported_survives_a_loss_of_power(memory: Path, fsync: str) 
 
     port = Moments()
     config: dict[str, Any] = {"fsync": fsync, "direct": "off"}
-    store = DiskStore(small(memory / "live", **config), os_port=port)
+    store = disk(small(memory / "live", **config), os_port=port)
     for i in range(60):
         numbers = [3 * n for n in range(i, i + 3)] if i < 40 else list(range(5 * i, 5 * i + 3))
         held = set(visible(store))

@@ -108,8 +108,20 @@ def test_a_leased_slot_is_never_reused(index: ArenaIndex) -> None:
     assert index.generations[lent.offset // BLOCK] == lent.generation
     index.release(lease, 0)
     fill(index, 300)
-    assert index.generations[lent.offset // BLOCK] == lent.generation + 1
+    assert index.generations[lent.offset // BLOCK] == lent.generation + 2  # its slab was cut anew, and the slot given out
     assert loan(index, 300)[1].offset == lent.offset
+
+
+@pytest.mark.parametrize("singly", [True, False])
+def test_a_reader_that_is_late_sees_that_a_larger_object_lies_over_what_it_reads(clock: FakeClock, singly: bool) -> None:
+    """One that begins before it, at another word."""
+    index = ArenaIndex(SlabMap(8 * BLOCK, 4 * BLOCK), [0] * 8, clock, Limits(10.0, 30.0))
+    index.singly = singly
+    fill(index, *range(8))
+    loans = [loan(index, n)[1] for n in range(8)]
+    clock.advance(5.0)
+    assert fill(index, 100, 101, size=4 * BLOCK) == 0b11
+    assert [index.generations[lent.offset // BLOCK] == lent.generation for lent in loans] == [False] * 8
 
 
 def test_a_dead_reader_cannot_pin_for_ever(index: ArenaIndex, clock: FakeClock) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, LocalStore, MemoryStore, NodeStore, bits, open_store
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.copying import checksum
+from hicache_ray.storage.conformance_kit import Clock
+from hicache_ray.storage.copying import SLICE, checksum
 from hicache_ray.storage.segment import Segment, _huge_in
-from hicache_ray.store import Lent
+from hicache_ray.storage.tcp import TcpConfig
+from hicache_ray.storage.tcp_client import TcpStore
+from hicache_ray.storage.tcp_server import TcpServer
+from hicache_ray.store import TAG_BYTES, Answer, Lent, Store
 from tests.storage.conftest import PAGES, FakeClock
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
 
@@ -87,6 +93,39 @@ def test_what_is_behind_is_found_and_promoted(node: NodeStore, local: LocalStore
     assert events(node) == [("sealed", [name(4)])]  # what came from behind need not go there
 
 
+def test_only_what_is_not_here_is_looked_up_behind(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    asked: list[tuple[list[bytes], list[bytes]]] = []
+    lookup = back.lookup
+
+    def noted(keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
+        asked.append((list(keys), list(tags)))
+        return lookup(keys, tags, timeout_s)
+
+    back.lookup = noted  # type: ignore[method-assign]
+    other = b"u" * TAG_BYTES
+    put(local, [0, 1, 3])
+    put(back, [2, 3])
+    assert present(local, [0, 1]) == {0, 1}
+    assert asked == []
+    found = local.lookup([key(n) for n in (0, 2, 3, 4)], [TAG, other], TIMEOUT_S)
+    assert (found[TAG].hit, found[other]) == (0b0111, Answer())
+    assert present(local, [0, 2, 1, 4, 3]) == {0, 1, 2, 3}
+    assert asked == [([key(n) for n in (0, 2, 3, 4)], [TAG, other]), ([key(2), key(4)], [TAG])]
+
+
+def test_lookups_answer_the_same_before_and_after_their_loop_is_there(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    put(local, range(0, 30, 3))
+    put(back, range(0, 30, 5))
+    place = local.reserve([name(7)], [PAGE], TIMEOUT_S)
+    keys, tags = [key(n) for n in range(30)], [TAG, b"u" * TAG_BYTES]
+    before = local.lookup(keys, tags, TIMEOUT_S)
+    assert node.warm_up(60.0)
+    assert local.lookup(keys, tags, TIMEOUT_S) == before
+    assert set(bits.each(before[TAG].hit)) == {*range(0, 30, 3), *range(0, 30, 5)}
+    assert (before[TAG].pending, before[tags[1]]) == (1 << 7, Answer())
+    place.abort()
+
+
 def test_no_time_fetches_nothing(node: NodeStore, back: Hook) -> None:
     put(back, [1])
     assert not node.lease([name(1)], node.owner(), 5.0, 0.0).hit.any()
@@ -99,6 +138,34 @@ def test_a_promotion_never_evicts_what_is_leased(local: LocalStore, back: Hook) 
         assert get(local, [1000]) == set()
         assert lent.valid() == (1 << PAGES) - 1
     assert get(local, [1000]) == {1000}
+
+
+def test_what_is_damaged_behind_is_not_promoted_and_goes_there(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    put(back, [1, 2, 3])
+    assert back.damage(name(2))
+    assert get(local, [1, 2, 3]) == {1, 3}
+    assert node.arena.index.objects == 2
+    assert set(back.scan()) == {name(1), name(3)}
+    assert back.stats(TIMEOUT_S).checksum_failures == 1
+
+
+def test_a_promotion_ends_with_its_callers_deadline(config: ArenaConfig, nothing_left: None) -> None:
+    """By a clock on which every look takes a second: what was copied by then is there, the rest is a miss."""
+    clock, back = Clock(), Hook(16 * SLICE)
+    node = NodeStore(Arena(replace(config, size_bytes=16 * SLICE, slab_bytes=None)), back, clock=clock)
+    size = 9 * SLICE // PAGES  # all of them are more than the bytes between two looks
+    ids = [name(n) for n in range(PAGES)]
+    assert back.put(ids, [page(n, size) for n in range(PAGES)], TIMEOUT_S) == (1 << PAGES) - 1
+    clock.step = 1.0
+    hit = node.lease(ids, node.owner(), 5.0, 6.0).hit
+    clock.step = 0.0
+    assert 0 < hit.sum() < PAGES
+    assert hit.tolist() == sorted(hit.tolist(), reverse=True)  # the first ones
+    back.hook = lambda: clock.advance(5.0)
+    assert not node.lease([ids[-1]], node.owner(), 5.0, 5.0).hit.any()
+    assert node.stats().pending_bytes == 0
+    node.check()
+    node.close()
 
 
 def test_a_clear_fences_promotions(node: NodeStore, local: LocalStore, back: Hook) -> None:
@@ -153,6 +220,26 @@ def test_through_the_service(config: ArenaConfig, back: Hook) -> None:
         assert client.clear(TIMEOUT_S) == 2
         assert present(client, range(4)) == set()
         client.close()
+
+
+def test_what_nobody_can_say_now_arrives_as_retry_through_every_client(config: ArenaConfig, back: Hook) -> None:
+    put(back, [1])
+    faulty = FaultyStore(back)
+    with ArenaService(config, make_node=lambda arena: NodeStore(arena, faulty)) as service, ExitStack() as stack:
+        socket, local = service.address.socket, LocalStore(service.node)
+        clients: list[Store] = [local, ArenaClient(socket), open_store(socket)]
+        server = stack.enter_context(TcpServer(local, TcpConfig("secret")))
+        clients.append(TcpStore(server.address, "secret"))
+        for client in clients:
+            stack.callback(client.close)
+        put(local, [2])
+        place = local.reserve([name(3)], [PAGE], TIMEOUT_S)
+        keys, tags = [key(n) for n in range(1, 5)], [TAG, b"u" * TAG_BYTES]
+        for client in clients:
+            faulty.fault("lookup", "error")
+            assert client.lookup(keys, tags, TIMEOUT_S) == {TAG: Answer(0b0010, 0b0100, 0b1001), tags[1]: Answer(retry=0b1111)}
+            assert client.lookup(keys, tags, TIMEOUT_S) == {TAG: Answer(0b0011, 0b0100), tags[1]: Answer()}
+        place.abort()
 
 
 def test_a_node_that_cannot_be_made_leaves_nothing(config: ArenaConfig, back: Hook) -> None:

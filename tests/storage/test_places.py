@@ -56,6 +56,9 @@ def test_a_service_that_lies_reaches_no_memory(client: ArenaClient, monkeypatch:
     assert not target.any()
     client._session._breaker.report(True, False)
     with pytest.raises(WireError, match="outside of its segment"):
+        client.lease([name(1)], TIMEOUT_S)
+    client._session._breaker.report(True, False)
+    with pytest.raises(WireError, match="outside of its segment"):
         client.put([name(2)], [page(2)], TIMEOUT_S)
     monkeypatch.undo()
     client._session._breaker.report(True, False)

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
-from hicache_ray.storage import ArenaClient, NodeAddress, ShardConfig, StorageNode, open_store
+from hicache_ray.keys import Namespace
+from hicache_ray.storage import ArenaClient, NodeAddress, ShardConfig, StorageNode, bits, open_store
 from hicache_ray.storage.members import Member
 from hicache_ray.storage.tcp_client import TcpStore
+from hicache_ray.store import SPACE_BYTES
 from tests.storage.conftest import FakeClock
 from tests.storage.nodes import GROUP, Nodes, in_groups, node_config
 from tests.storage.objects import CALLS, PAGE, TAG, TIMEOUT_S, get, key, name, page, present, put
@@ -426,3 +428,20 @@ def test_a_forked_child_is_told_to_open_its_own(nodes: Nodes) -> None:
 def test_the_numbers_of_this_file_are_in_groups_of_their_own() -> None:
     assert len({key(n)[8:16] for n in MANY}) == len(MANY)
     assert key(GROUP)[8:16] == (1).to_bytes(8, "big")
+
+
+def test_caps_hold_from_the_first_byte_of_every_incarnation(clock: FakeClock, nothing_left: None) -> None:
+    """Of a node that starts anew too, and without anybody who describes the namespace there."""
+    space = Namespace("m", tenant="ann")
+    config = node_config(0)
+    config = replace(config, arena=replace(config.arena, tenant_bytes={"ann": 3 * PAGE}), records={space.digest(): space.record()})
+    ids = [space.digest()[:SPACE_BYTES] + name(n)[SPACE_BYTES:] for n in range(5)]
+    nodes = Nodes(clock, [config])
+    for _ in range(2):
+        store = nodes.open(0)
+        assert list(bits.each(store.put(ids, [page(n) for n in range(5)], TIMEOUT_S))) == [0, 1, 2]
+        usage = store.stats(TIMEOUT_S).tenants
+        assert (usage["ann"]["bytes"], usage["ann"]["refused"], usage[""]["bytes"]) == (3 * PAGE, 2, 0)
+        assert store.described(TIMEOUT_S) == {space.digest(): space.record()}
+        nodes.restart(0)
+    nodes.close()

@@ -113,6 +113,25 @@ def test_a_clear_reaches_arena_disk_and_home(make: Callable[..., Nodes]) -> None
     assert present(nodes.open(1), MANY) == set()
 
 
+def test_a_node_that_was_down_during_a_clear_has_nothing_of_it_when_it_is_back(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    store_all(nodes, nodes.open(1))
+    config = nodes[1].config
+    nodes.lose(1)
+    nodes[0].set_members(nodes.members)
+    assert nodes.open(0).clear(TIMEOUT_S) == 0
+    nodes.start(config)
+    nodes.introduce()
+    assert nodes[1].disk is not None
+    assert len(list(nodes[1].disk.scan())) == len(MANY)
+    nodes.announce()
+    nodes.settle()
+    assert list(nodes[1].disk.scan()) == []
+    assert present(nodes.open(0), MANY) == set()
+    nodes.restart(1)
+    assert list(nodes[1].disk.scan()) == []
+
+
 def test_a_drop_reaches_the_disk(make: Callable[..., Nodes]) -> None:
     nodes = make(1)
     store_all(nodes, nodes.open(0))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, wire
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, messages, wire
+from hicache_ray.storage.lent import release_body
 from hicache_ray.storage.owned import PREFIX
 from hicache_ray.storage.serving import Log
 from hicache_ray.storage.wire import HEADER, MAGIC, VERSION, Kind
@@ -75,7 +76,22 @@ GARBAGE = {
     "an error": wire.encode(Kind.ERROR, 1, b"no"),
     "a second hello": wire.encode(Kind.HELLO, 1, b""),
     "a record that is not one": wire.encode(Kind.DESCRIBE, 1, struct.pack("<H", 1) + b"d[1, 2"),
+    "bits of more than there are": wire.encode(Kind.RELEASE, 1, struct.pack("<QIB", 1, 3, 0b1000)),
 }
+BODIES = {
+    Kind.LOOKUP: messages.pack_lookup([key(1)], [TAG]),
+    Kind.RESERVE: messages.pack_reserve([name(1)], [PAGE], 1.0),
+    Kind.SEAL: messages.pack_seal(1, [1]),
+    Kind.LEASE: wire.ids([name(1)]) + wire.real(1.0),
+    Kind.RELEASE: release_body(1, 1, 1),
+    Kind.DROP: wire.ids([name(1)]),
+    Kind.CLEAR: wire.number(1, "H") + b"k",
+    Kind.SCAN: wire.number(0) + wire.number(1, "H") + b"k",
+    Kind.DESCRIBED: b"",
+    Kind.STATS: b"",
+    Kind.MEMBERS: b"",
+}
+GARBAGE |= {f"{kind.name} and a byte": wire.encode(kind, 1, body + b"x") for kind, body in BODIES.items()}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +116,29 @@ def test_half_open_peers_are_not_waited_for(half: bytes, client: ArenaClient, pe
     silent.sock.sendall(half)
     assert silent.wait_for_the_end() == b""
     assert put(client, [1]) == 1
+
+
+@pytest.mark.parametrize("greet", [True, False])
+def test_a_peer_that_drips_is_not_waited_for(greet: bool, config: ArenaConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """A byte now and then, each in time, is still one frame that is late."""
+    with caplog.at_level(logging.WARNING, "hicache_ray.storage"), ArenaService(replace(config, io_timeout_s=0.2)) as service:
+        slow = Peer(service.address.socket, greet)
+        frame = wire.encode(Kind.PING if greet else Kind.HELLO, 1, bytes(1000))
+        slow.sock.settimeout(0.02)
+        said = None
+        for sent in range(len(frame)):
+            try:
+                slow.sock.sendall(frame[sent : sent + 1])
+                said = slow.sock.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                said = b""
+            break
+        slow.sock.close()
+        assert said == b""
+        assert 0 < sent < 500
+    assert "half a frame" in caplog.text
 
 
 def test_a_peer_that_reads_no_answers_is_dropped(client: ArenaClient, peer: Callable[..., Peer]) -> None:

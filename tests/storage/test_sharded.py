@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -357,6 +359,30 @@ def test_the_announcer_asks_again_after_a_failure(start: Start) -> None:
     assert seen(cluster.client("n0"), ids) == ((1 << 30) - 1, 0)
 
 
+def test_what_a_client_told_the_home_of_before_is_told_the_new_one(start: Start) -> None:
+    """It had not noticed the change yet, and the holder had said by then all that it had."""
+    cluster = start(3)
+    cluster.lose("n2")
+    cluster.announce()
+    before = cluster.members.alive()
+    cluster.heal("n2")
+    cluster.announce()
+    ids = [id for n in range(60) if cluster.home(id := name(n, n)) == "n2"]
+    assert len(ids) > 6
+    late = ShardedStore("n0", lambda: before, cluster.connect)
+    cluster.clients.append(late)
+    assert put(late, ids) == (1 << len(ids)) - 1
+    cluster.announce()
+    assert not any(cluster.nodes["n2"].index.holders(ids, LONG_S))
+    cluster.clock.advance(2.0)
+    cluster.announce()
+    assert cluster.nodes["n2"].index.holders(ids, LONG_S) == [("n0:1",)] * len(ids)
+    told = cluster.announcers["n0"].stats.announced
+    cluster.clock.advance(10.0)
+    cluster.announce()
+    assert cluster.announcers["n0"].stats.announced == told
+
+
 def test_everything_is_said_again_now_and_then(start: Start) -> None:
     cluster = start()
     ids = [name(n, n) for n in range(30)]
@@ -375,11 +401,35 @@ def test_the_announcer_runs_on_a_thread_of_its_own(start: Start) -> None:
     cluster = start()
     ids = [name(n, n) for n in range(30)]
     cluster.nodes["n1"].inner.put(ids, [page(id) for id in ids], 1.0)
-    announcer = cluster.announcers["n1"].start()
-    while not announcer.idle():
+    announcer, failed = cluster.announcers["n1"], threading.Event()
+    scan = announcer.store.scan
+
+    def fail_once(prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("the thread lives on")
+        return scan(prefix, timeout_s)
+
+    announcer.store.scan = fail_once  # type: ignore[method-assign]
+    announcer.start()
+    until = time.monotonic() + LONG_S
+    while not (failed.is_set() and announcer.idle()) and time.monotonic() < until:
         announcer._stopping.wait(0.01)
     announcer.close()
-    assert announcer.stats.announced == 30
+    assert (announcer.stats.announced, announcer.stats.failures) == (30, 1)
+
+
+def test_a_node_that_fails_in_its_own_way_is_a_store_error(start: Start) -> None:
+    """A bug or a refusal of the system behind a node is no more than a miss."""
+    cluster = start()
+    ids = [name(n, group_at(cluster, "n0")) for n in range(4)]
+    put(cluster.client("n1"), ids)
+
+    def broken(ids: Sequence[bytes], targets: Sequence[object], timeout_s: float) -> int:
+        raise OSError("no buffer space")
+
+    cluster.nodes["n1"].inner.get = broken  # type: ignore[method-assign]
+    assert get(cluster.client("n0"), ids) == 0
 
 
 # -- all nodes -------------------------------------------------------------------------------------------------------------------------
@@ -409,6 +459,47 @@ def test_clear_by_prefix_on_all_nodes(start: Start) -> None:
     assert put(store, mine) == 0b111111
     assert store.clear(LONG_S) == 24
     assert list(store.scan(timeout_s=LONG_S)) == []
+
+
+@pytest.mark.parametrize("how", ["restarted", "cut off"])
+def test_a_node_that_missed_a_clear_catches_up_before_it_says_what_it_has(start: Start, how: str) -> None:
+    cluster = start(3)
+    mine, others = [name(n, n) for n in range(20)], [name(n, n, 2) for n in range(20)]
+    put(cluster.client("n2"), mine + others)
+    cluster.announce()
+    cluster.clock.advance(100.0)
+    cluster.announce()
+    cluster.lose("n2")
+    cluster.clock.advance(30.0)
+    cluster.announce()
+    assert cluster.client("n0").clear(LONG_S, mine[0][:SPACE_BYTES]) == 0
+    put(cluster.client("n0"), mine[:3])  # the others go on with the namespace
+    cluster.clock.advance(30.0)
+    if how == "restarted":
+        cluster.restart("n2", away_s=60.0)
+    else:
+        cluster.heal("n2")
+    cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(others)
+    assert seen(cluster.client("n1"), others)[0] == (1 << 20) - 1
+    assert get(cluster.client("n1"), mine) == 0b111
+    put(cluster.client("n2"), mine[10:])  # once is enough
+    for _ in range(3):
+        cluster.clock.advance(10.0)
+        cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == {*others, *mine[10:]}
+
+
+def test_a_clear_from_before_a_node_went_is_not_caught_up_with(start: Start) -> None:
+    cluster = start(3)
+    ids = [name(n, n) for n in range(20)]
+    assert cluster.client("n0").clear(LONG_S, ids[0][:SPACE_BYTES]) == 0
+    cluster.clock.advance(100.0)
+    put(cluster.client("n2"), ids)
+    cluster.clock.advance(10.0)
+    cluster.restart("n2", away_s=5.0)
+    cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(ids)
 
 
 def test_what_is_not_complete_says_which_node_is_missing(start: Start) -> None:

@@ -97,13 +97,22 @@ def test_both_ways_come_to_the_same(limits: Limits, named: bool, steps: list[tup
 
 def _step(twins: Twins, what: str, number: int, size: int, owner: int, flag: bool) -> None:
     ids = [name(number)]
-    if what in ("reserve", "two"):
+    if what == "reserve" and number % 2:
+        held = twins.ask("reserve_one", name(number), size, owner, 5.0)
+        twins.reservations += [(held.id, 1)] if held.id else []
+    elif what in ("reserve", "two"):
         ids = ids if what == "reserve" else [name(number), name(number + flag)]
         answer = twins.ask("reserve", ids, [size] * len(ids), owner, 5.0)
         twins.reservations += [(answer.id, len(answer.granted))] if answer.id else []
     elif what == "seal" and twins.reservations:
         id, granted = twins.reservations.pop(number % len(twins.reservations))
+        if flag and granted == 1 and number % 3:
+            twins.ask("seal_one", id, number, owner)
+            return
         twins.ask("seal", id, [number if flag else None] * granted, owner)
+    elif what == "lease" and number % 2:
+        lent = twins.ask("lease_one", name(number), owner, 1e9 if flag else 1.0)
+        twins.leases += [lent.id] if lent.id else []
     elif what == "lease":
         answer = twins.ask("lease", ids, owner, 1e9 if flag else 1.0)
         twins.leases += [answer.id] if answer.id else []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hicache_ray.errors import Inconsistent
+from hicache_ray.storage import kernel_table
 from hicache_ray.storage import table as module
 from hicache_ray.storage.table import IdTable, packed, unpacked
 from hicache_ray.store import KEY_BYTES
@@ -79,8 +80,42 @@ class Tables(RuleBasedStateMachine):
         assert all(name(int(self.table["number"][row])) == id for id, row in self.twin.items())
 
 
-TestTables = Tables.TestCase
+class CompiledTables(Tables):
+    """The same by the compiled loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table.compiled = kernel_table
+
+
+TestTables, TestCompiledTables = Tables.TestCase, CompiledTables.TestCase
 TestTables.settings = settings(max_examples=40, stateful_step_count=25, derandomize=True, deadline=None)
+TestCompiledTables.settings = TestTables.settings
+
+
+@pytest.mark.parametrize("width", [64, KEY_BYTES])
+def test_both_loops_find_the_same(width: int) -> None:
+    """In a table that is as full as tables get; ids of equal hashes, at the ends of each other's searches, among them."""
+    chance = np.random.default_rng(5)
+    ids = chance.integers(0, 256, (3000, width), np.uint8)
+    ids[1000:2000] = ids[:1000]
+    words = ids[1000:2000].view(np.uint64)
+    words[:, 0] += module._WORD_FACTORS[1]
+    words[:, 1] -= module._WORD_FACTORS[0]
+    table = IdTable(width)
+    assert (table.hashes(ids[:1000]) == table.hashes(ids[1000:2000])).all()
+    rows = table.add(ids[:2000])
+    table.remove(rows[::3])
+    wanted = np.where(np.arange(3000) < 2000, np.append(rows, np.zeros(1000, np.int64)), -1)
+    wanted[:2000:3] = -1
+    keys, tags = ids[:, : width - 16], [ids[n, width - 16 :].tobytes() for n in (1, 2, 2500)]
+    plain = [found.tolist() for found in table.find_tagged(keys, tags)]
+    assert table.find(ids).tolist() == wanted.tolist()
+    assert [plain[0][1], plain[1][2], plain[2][2500], plain[0][2]] == [rows[1], rows[2], -1, -1]
+    table.compiled = kernel_table
+    assert table.find(ids).tolist() == wanted.tolist()
+    assert [found.tolist() for found in table.find_tagged(keys, tags)] == plain
+    assert table.find_tagged(keys[:0], tags)[2].tolist() == [] == table.find_tagged(keys, [])
 
 
 def test_equal_fingerprints_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

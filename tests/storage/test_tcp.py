@@ -402,6 +402,10 @@ def test_the_directory_over_tcp(memory: MemoryStore, dial: Connect) -> None:
         epoch = client.epoch(TIMEOUT_S)
         assert client.forget(keys[7][:KEY_BYTES], TIMEOUT_S) == 2
         assert client.epoch(TIMEOUT_S) == home.epoch(TIMEOUT_S) == epoch + 1
+        ((prefix, age),) = client.forgotten(3600.0, TIMEOUT_S)
+        assert prefix == keys[7][:KEY_BYTES]
+        assert 0.0 <= age < 3600.0
+        assert client.forgotten(-1.0, TIMEOUT_S) == []
         assert client.announce("node-a:1", ids[6:9], TIMEOUT_S, epoch) == 0b101
         client.close()
 

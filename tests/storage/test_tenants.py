@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache_ray.errors import ConfigError
+from hicache_ray.errors import ConfigError, StoreError
 from hicache_ray.keys import Namespace
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, bits
 from hicache_ray.storage.descriptors import Outcome
 from hicache_ray.storage.index import ArenaIndex, Limits
 from hicache_ray.storage.slabs import BLOCK, SlabMap
+from hicache_ray.storage.tenants import MOST, Tenants
 from hicache_ray.store import SPACE_BYTES
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TIMEOUT_S, page
@@ -92,7 +93,43 @@ def test_a_space_that_is_described_late_takes_its_bytes_along(clock: FakeClock) 
     assert index.stats().tenants["cat"]["bytes"] == 2 * BLOCK
     index.assign(C, "ann")
     index.check()
-    assert (index.stats().tenants["cat"]["objects"], index.stats().tenants["ann"]["objects"]) == (0, 2)
+    assert "cat" not in index.stats().tenants
+    assert index.stats().tenants["ann"]["objects"] == 2
+
+
+def test_a_space_that_changes_hands_fits_under_the_new_cap(clock: FakeClock) -> None:
+    """The oldest of the new tenant go, whichever space they came with, and the old one's order knows nothing of them any more."""
+    index = make(clock, slots=24, tenant_bytes={"ann": 4 * BLOCK, "": 8 * BLOCK})
+    fill(index, C, *range(8))
+    fill(index, A, 1, 2)
+    assert fill(index, C, 8) == {8}  # the order of who is nobody's is known now: 7 went
+    index.assign(C, "ann")
+    index.check()
+    assert index.stats().tenants["ann"]["bytes"] == 4 * BLOCK
+    assert [name(A, 1) in index, name(A, 2) in index, name(C, 8) in index, name(C, 0) in index] == [True, True, True, True]
+    assert fill(index, bytes(SPACE_BYTES), *range(9)) == set(range(8))
+    assert index.stats().tenants["ann"]["bytes"] == 4 * BLOCK
+
+
+def test_numbers_of_tenants_are_used_again_and_bounded(clock: FakeClock) -> None:
+    index = make(clock, tenant_bytes={"cat": 4 * BLOCK})
+    fill(index, C, 1)
+    for n in range(100):
+        index.assign(C, f"tenant {n}")
+    index.check()
+    stats = index.stats().tenants
+    assert list(stats) == ["", "ann", "tenant 99"]
+    assert stats["tenant 99"]["bytes"] == BLOCK
+    assert int(index.table["tenant"].max()) <= 3
+    index.assign(C, "cat")
+    index.assign(C, "dan")
+    assert index.stats().tenants["cat"]["cap"] == 4 * BLOCK  # who has a cap is not forgotten
+    many = Tenants()
+    for n in range(1, MOST):
+        many.assign(n.to_bytes(SPACE_BYTES, "big"), f"tenant {n}")
+    with pytest.raises(StoreError, match=f"counts for {MOST} tenants already; 'one more'"):
+        many.assign(A, "one more")
+    assert many.assign(A, "tenant 7") == (0, 7)
 
 
 def test_random_calls_keep_every_cap(clock: FakeClock) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from hicache_ray.errors import StoreTimeout
+from hicache_ray.errors import StoreError, StoreTimeout
 from hicache_ray.storage import DiskStore, FaultyStore, MemoryStore, StoreWrapper, TieredStore, WriteBehind
 from hicache_ray.store import Bytes
 from tests.storage.disks import small
@@ -164,6 +166,57 @@ def test_a_clear_overtakes_a_promotion(tiers: Tiers) -> None:
     reader.join()
     release.join()
     assert present(tiered, [1]) == set()
+
+
+class Full(StoreWrapper):
+    """A front whose put takes nothing, and only comes back when a clear has passed."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
+        self.inside.set()
+        assert self.go.wait(PATIENCE_S)
+        return 0
+
+    def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
+        gone = super().clear(timeout_s, prefix)
+        self.go.set()
+        return gone
+
+
+def test_a_put_that_a_clear_overtakes_does_not_end_in_the_back() -> None:
+    front, back = Full(MemoryStore(FRONT * PAGE)), MemoryStore(BACK * PAGE)
+    with closing(TieredStore(front, back, WriteBehind(front, back, FRONT * PAGE))) as tiered:
+        writer = threading.Thread(target=put, args=(tiered, [1]))
+        writer.start()
+        assert front.inside.wait(PATIENCE_S)
+        tiered.clear(TIMEOUT_S)
+        assert present(tiered, [1]) == set()
+        writer.join(PATIENCE_S)
+        assert present(back, [1]) == set()
+        assert put(tiered, [1]) == 1
+
+
+def test_a_drop_that_cannot_undo_a_promotion_says_so() -> None:
+    """The front does not answer the drop that comes after the read; the read itself has what it wants."""
+    front, back = FaultyStore(MemoryStore(FRONT * PAGE)), Gate(MemoryStore(BACK * PAGE))
+    with closing(TieredStore(front, back, WriteBehind(front, back, FRONT * PAGE))) as tiered:
+        put(back, [1])
+        back.held = "get"
+        with ThreadPoolExecutor(1) as reader:
+            read = reader.submit(get, tiered, [1])
+            assert back.inside.wait(PATIENCE_S)
+            front.fault("drop", "error", 2)
+            release = threading.Timer(0.05, back.go.set)
+            release.start()
+            with pytest.raises(StoreError):
+                tiered.drop([name(1)], TIMEOUT_S)
+            assert read.result(PATIENCE_S) == {1}
+            release.join()
+        assert tiered.drop([name(1)], TIMEOUT_S) == 1
+        assert present(tiered, [1]) == set()
 
 
 def test_a_back_that_fails_is_counted_and_the_thread_lives() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hicache_ray.storage.descriptors import Grant, Lease, Loan, Outcome, Reserva
 from hicache_ray.storage.messages import Hello
 from hicache_ray.storage.table import packed, unpacked
 from hicache_ray.storage.wire import HEADER, MAGIC, MAX_BODY, REPLY, VERSION, Frame, Kind, Reader, Splitter, WireError
-from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
+from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer, StoreStats
 
 U64 = st.integers(0, 2**64 - 1)
 SECONDS = st.floats(0, 1e6)
@@ -75,6 +76,8 @@ UNPACK: list[Callable[[Reader], object]] = [
     messages.unpack_reserve,
     messages.unpack_seal,
     messages.unpack_record,
+    messages.unpack_records,
+    messages.unpack_stats,
     messages.seconds,
     Reader.ids,
     lambda reader: messages.unpack_reservation(reader, 3),
@@ -107,9 +110,9 @@ def test_a_lookup_bounds_the_work_of_the_service() -> None:
         messages.unpack_lookup(Reader(wire.number(16384) + wire.number(17)))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**13 - 1), st.integers(0, 2**13 - 1)), max_size=4))
-def test_answers(parts: list[tuple[int, int]]) -> None:
-    answers = [Answer(hit=hit, pending=pending) for hit, pending in parts]
+@given(st.lists(st.tuples(*[st.integers(0, 2**13 - 1)] * 3), max_size=4))
+def test_answers(parts: list[tuple[int, int, int]]) -> None:
+    answers = [Answer(hit, pending, retry) for hit, pending, retry in parts]
     tags = [bytes([i]) * TAG_BYTES for i in range(len(parts))]
     body = Reader(messages.pack_answers(answers, 13))
     assert list(messages.unpack_answers(body, tags, 13).values()) == answers
@@ -158,6 +161,27 @@ def test_record(digest: bytes, record: dict[str, str]) -> None:
 def test_what_is_not_a_record(raw: bytes) -> None:
     with pytest.raises(WireError, match="record"):
         messages.record_of(raw)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b'{"zz": {}}', b'{"00": []}', b'{"00": {"a": 1}}', b"{" * 100_000, b'{"capacity_bytes": 1', b"\xff"]
+)
+def test_what_are_no_records_and_no_counters(raw: bytes) -> None:
+    with pytest.raises(WireError):
+        messages.unpack_records(Reader(raw))
+    with pytest.raises(WireError):
+        messages.unpack_stats(Reader(raw))
+
+
+def test_counters() -> None:
+    stats = StoreStats(1, 2, 3, tenants={"ann": {"bytes": 4}}, writes_off="full")
+    body = asdict(stats)
+    assert messages.unpack_stats(Reader(json.dumps({**body, "of another version": [1]}).encode())) == stats
+    for name, value in {"puts": "1", "tenants": [], "used_bytes": None, "writes_off": 1, "leases": 1.5}.items():
+        with pytest.raises(WireError, match=f"counter {name} of a store is"):
+            messages.unpack_stats(Reader(json.dumps({**body, name: value}).encode()))
+    with pytest.raises(WireError, match="counter tenants"):
+        messages.unpack_stats(Reader(json.dumps({**body, "tenants": {"ann": {"bytes": "4"}}}).encode()))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

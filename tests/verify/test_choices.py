@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_ray.cli import app
-from hicache_ray.config import NOT_YET
 from hicache_ray.config import choices as values_of
 from hicache_ray.errors import ConfigError
 from hicache_ray.verify.choices import Choices, choices
@@ -49,14 +48,13 @@ def test_what_cannot_run_here_is_listed_with_the_reason() -> None:
     not_run = choices({}).not_run
     kernel = '--io-backend is "kernel", which cannot run with layout "layer_first" on device "cpu"; choose one of auto, direct'
     assert not_run["io_backend kernel"] == kernel
-    assert set(not_run) == {"io_backend kernel", *(f"write_policy {policy}" for policy in NOT_YET.get("cache.write_policy", ()))}
+    assert set(not_run) == {"io_backend kernel"}
 
 
 @pytest.mark.parametrize(("axis", "value", "words"), [
     ("layout", "paged", '--layout is "paged"; choose one of layer_first, page_first, page_first_direct, page_head'),
     ("tier", "disk", '--tier is "disk"; choose one of device, host, storage, other replica'),
     ("io_backend", "kernel", '--io-backend is "kernel", which cannot run with layout'),
-    *[("write_policy", policy, "which this version cannot do yet") for policy in NOT_YET.get("cache.write_policy", ())],
 ])  # fmt: skip
 def test_a_choice_that_was_asked_for_and_cannot_run_is_refused(axis: str, value: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

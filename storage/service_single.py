@@ -1,0 +1,42 @@
+"""A reservation, seal or lease of one object: what the service does for many, with plain numbers: arrays would take longer."""
+
+from __future__ import annotations
+
+from hicache_ray.storage import messages
+from hicache_ray.storage.node import NodeStore
+from hicache_ray.storage.wire import Kind, Reader
+
+ONES = frozenset((int(Kind.RESERVE), int(Kind.SEAL), int(Kind.LEASE)))
+
+
+def answer_one(kind: int, reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
+    """Body of the reply to a message of one of the kinds ``ONES``; None, and nothing done, where it is not about one object."""
+    if kind == Kind.RESERVE:
+        return _reserve(reader, node, owner) if reader.size == messages.ASK_RESERVE_ONE.size else None
+    if kind == Kind.SEAL:
+        return _seal(reader, node, owner) if reader.size == messages.SEAL_ONE.size else None
+    return _lease(reader, node, owner, back_s) if reader.size == messages.ASK_LEASE_ONE.size else None
+
+
+def _reserve(reader: Reader, node: NodeStore, owner: int) -> bytes | None:
+    count, id, length, seconds = reader.only(messages.ASK_RESERVE_ONE)
+    if count != 1:
+        return None
+    return messages.RESERVATION_ONE.pack(*node.reserve_one(id, length, owner, messages.require_seconds(seconds)))
+
+
+def _seal(reader: Reader, node: NodeStore, owner: int) -> bytes | None:
+    reservation, count, done, checksum = reader.only(messages.SEAL_ONE)
+    if count != 1 or done != 1:
+        return None
+    return b"\1" if node.seal_one(reservation, checksum, owner) else b"\0"
+
+
+def _lease(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
+    count, id, seconds = reader.only(messages.ASK_LEASE_ONE)
+    if count != 1:
+        return None
+    lease, seconds, loan = node.lease_one(id, owner, messages.require_seconds(seconds), min(back_s, seconds / 2))
+    if loan is None:
+        return messages.MISS_ONE.pack(lease, seconds, 0)
+    return messages.LEASE_ONE.pack(lease, seconds, 1, *loan)
