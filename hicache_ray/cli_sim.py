@@ -103,8 +103,8 @@ def lives_table(told: list[tuple[int, str, Tally, float]]) -> Table:
 def report_table(rows: list[Row]) -> Table:
     """What each policy reuses."""
     table = Table(title="share of requests that reuse anything, and of prompt tokens by where they came from")
-    for name in ("model", "write policy", "requests", "hits", "tokens reused", "device", "host", "storage", "computed"):
-        table.add_column(name, justify="left" if name in ("model", "write policy") else "right")
+    for name in ("model", "write policy", "eviction", "requests", "hits", "tokens reused", "device", "host", "storage", "computed"):
+        table.add_column(name, justify="left" if name in ("model", "write policy", "eviction") else "right")
     last = ""
     for row in rows:
         if last and row.case != last:
@@ -112,7 +112,7 @@ def report_table(rows: list[Row]) -> Table:
         last = row.case
         t, total = row.tally, sum(row.tally.tokens.values()) or 1
         shares = (f"{t.tokens[name] / total:.1%}" for name in ("device", "host", "storage", "computed"))
-        table.add_row(row.case, row.policy, f"{t.served:,}", f"{t.hit_share:.1%}", f"{t.token_share:.1%}", *shares)
+        table.add_row(row.case, row.policy, row.eviction, f"{t.served:,}", f"{t.hit_share:.1%}", f"{t.token_share:.1%}", *shares)
     return table
 
 

@@ -68,7 +68,7 @@ def _spec(config: Config, file: str | None) -> CacheSpec:
 
 
 def _plan(config: Config, spec: CacheSpec, given: tuple[str | None, str | None], ranks: int | None, tokens: int | None) -> SizePlan:
-    from hicache_ray.actors.setup import device_bytes, host_bytes, mix_of, settings_of
+    from hicache_ray.actors.setup import device_bytes, fitted, host_bytes, mix_of, settings_of
 
     config = changed(config, {"cache.page_size": spec.page_size})
     device, node = (_bytes(flag, text) for flag, text in zip(("--device-memory", "--host-memory"), given, strict=True))
@@ -76,19 +76,13 @@ def _plan(config: Config, spec: CacheSpec, given: tuple[str | None, str | None],
     memory = machine.memory() if node is None else sizing.Memory(node, node, "--host-memory")
     on_device = device or device_bytes(config, spec)
     share = sizing.host_share(memory.free, config.cache.host_reserve, config.cache.host_fraction, ranks)
-    wanted = config.cache.host_size or (share if node is not None else host_bytes(config, spec))
-    if config.cache.host_size is None:
-        wanted = min(wanted, share)
-    elif wanted > (most := sizing.host_share(memory.free, config.cache.host_reserve, 1.0, ranks)):
-        raise ConfigError(
-            f"cache.host_size is {wanted} for each of {ranks} rank(s) of a node with {memory.free} bytes free; choose at most {most}"
-        )
+    if node is not None and config.cache.host_size is None and share:
+        config = changed(config, {"cache.host_size": share})  # what is asked is what all of it is good for
+    config = fitted(config, spec, memory, ranks)
     storage = 0 if config.storage.backend == "none" else config.storage.size
-    budget = Budget(on_device, wanted, storage, ranks)
+    budget = Budget(on_device, host_bytes(config, spec), storage, ranks)
     settings = settings_of(config)
     settings.check(spec)
-    if not wanted:
-        raise ConfigError(f"a node with {memory.free} bytes free ({memory.limit}) leaves the host pools nothing; lower cache.host_reserve")
     return plan(spec, settings, budget, tokens, mix_of(config, spec))
 
 

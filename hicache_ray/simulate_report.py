@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from hicache_ray.keys import tagged
-from hicache_ray.settings import WritePolicy
+from hicache_ray.settings import Eviction, WritePolicy
 from hicache_ray.simulate import Tally, World, simulate
 from hicache_ray.simulate_cases import cases
 from hicache_ray.simulate_rule import longest
@@ -19,30 +19,36 @@ from hicache_ray.storage.peers import PLACEMENTS, ShardConfig
 #: Models that are measured, and the capacities under which policies differ, in pages per component.
 MODELS = ("full", "window", "state", "hybrid", "exact")
 L1, L2, L3 = 40, 60, 160
+#: Each write policy, and each other order of eviction.
+POLICIES = (
+    *((policy, Eviction.LRU) for policy in WritePolicy),
+    *((WritePolicy.WRITE_THROUGH, eviction) for eviction in Eviction if eviction is not Eviction.LRU),
+)
 #: Nodes of the store of which one is lost.
 NODES = 10
 
 
 @dataclass(frozen=True)
 class Row:
-    """One history without faults."""
+    """One history without faults. ``policy``: of writing, ``eviction``: of what leaves first."""
 
     case: str
     policy: str
+    eviction: str
     tally: Tally
 
 
 def measure(seed: int, steps: int) -> list[Row]:
-    """The same families of prompts under every policy."""
+    """The same families of prompts under every write policy, and under every order of eviction where all is written through."""
     return list(_rows(seed, steps))
 
 
 def _rows(seed: int, steps: int) -> Iterator[Row]:
     for name in MODELS:
-        for policy in WritePolicy:
-            settings = {**USUAL, "write_policy": policy}
+        for policy, eviction in POLICIES:
+            settings = {**USUAL, "write_policy": policy, "eviction": eviction}
             case = replace(cases()[name], settings=settings, faults=0.0, calm=True, l1=(L1, L1), l2=(L2, L2), l3=(L3, L3))
-            yield Row(name, policy.value, simulate(seed, steps, case))
+            yield Row(name, policy.value, eviction.value, simulate(seed, steps, case))
 
 
 @dataclass(frozen=True)

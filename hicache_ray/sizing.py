@@ -23,6 +23,8 @@ from hicache_ray.errors import ConfigError
 from hicache_ray.settings import Settings, StateSnapshots
 from hicache_ray.spec import CacheSpec, Component
 
+#: Of a prompt that is planned for.
+MOST_TOKENS = 1 << 26
 Counts = npt.NDArray[np.int64]
 
 
@@ -36,6 +38,8 @@ class Mix:
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
             raise ConfigError(f"a mix of prompts of {self.shortest} to {self.longest} tokens makes no sense; give the shorter one first")
+        if self.longest > MOST_TOKENS:
+            raise ConfigError(f"prompts of {self.longest} tokens are longer than any model runs; plan for at most {MOST_TOKENS}")
 
 @dataclass(frozen=True)
 class Split:
@@ -59,7 +63,7 @@ def prompt_bytes(spec: CacheSpec, settings: Settings, tokens: int) -> int:
 
 
 def split(spec: CacheSpec, settings: Settings, budget: int, mix: Mix) -> Split:
-    """The split of ``budget`` bytes of one rank. Raises :class:`ConfigError` where not even one prompt of the shortest kind fits."""
+    """The split of ``budget`` bytes of one rank. Raises :class:`ConfigError` where the prompts are too short to leave anything behind."""
     page = {c.name: c.page_bytes(spec.page_size) for c in spec.components}
     share = _most_per_byte(spec, settings, mix)
     if share is None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hicache_ray import sizing
+from hicache_ray.errors import ConfigError
 from hicache_ray.settings import Settings
 from hicache_ray.spec import CacheSpec
 
@@ -76,6 +77,14 @@ def plan(spec: CacheSpec, settings: Settings, budget: Budget, tokens: int | None
         "device": sizing.longest_prompt(spec, settings, usable),
         "host": sizing.longest_prompt(spec, settings, host.slots),
     }
+    for tier, bytes_of in (("device", budget.device), ("host", budget.host)):
+        if not largest[tier]:
+            step = settings.step(spec)
+            least = sizing.prompt_bytes(spec, settings, max(step, of.shortest)) + (2 * spec.snapshot_bytes() if tier == "device" else 0)
+            raise ConfigError(
+                f"the {bytes_of:,} bytes of a rank's {tier} pools hold no prompt at all; one of {max(step, of.shortest)} tokens takes "
+                f"{least:,}, and these pools are for prompts of up to {of.longest}: give them more, or plan for shorter prompts"
+            )
     held = {"device": in_device, "host": host.restorable, "storage": budget.storage // max(1, budget.ranks)}
     worth = {tier: n * of.longest // unit for tier, n in held.items()}
     told = list(sizing.warnings(spec, settings, of.longest, in_device, host.size))

@@ -62,5 +62,15 @@ def test_what_does_not_fit_is_refused(spec: str) -> None:
     code, text = size("--spec", spec, "--host-memory", "4GiB", "--host-size", "4GiB")
     assert (code, "choose at most" in text) == (2, True)
     assert size("--spec", spec, "--host-memory", "many")[0] == 2
+    for words, told in (
+        (("--device-memory", "0"), "--device-memory is '0': it must be more than 0 bytes"),
+        (("--device-memory", "1000"), "the 1,000 bytes of a rank's device pools hold no prompt at all; one of 256 tokens takes 311,296"),
+        (("--host-memory", "2GiB", "--host-reserve", "2GiB"), "this node has 2,147,483,648 bytes free (--host-memory), no more than"),
+        (("--host-memory", "4GiB", "--host-size", "64KiB"), "the 65,536 bytes of a rank's host pools hold no prompt at all"),
+        (("--prompt-tokens", "10"), "prompts of up to 10 tokens leave nothing to restore; plan for at least 256 tokens"),
+        (("--prompt-tokens", str(10**23)), f"prompts of {10**23} tokens are longer than any model runs; plan for at most 67108864"),
+    ):
+        code, text = size("--spec", spec, *words)
+        assert (code, told in " ".join(text.split())) == (2, True), text
     assert size("--spec", spec + ".not")[0] == 2
     assert size("--spec", spec, "--no-such-flag", "1")[0] == 2

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from hicache_ray import cli
+from hicache_ray import cli, simulate_report
 from hicache_ray.flights import Envelope
 from hicache_ray.records import Compute
 from hicache_ray.simulate import Failed, World, simulate
@@ -168,7 +168,10 @@ def test_unknown_cases_are_refused() -> None:
 
 def test_the_report_measures_what_policies_reuse() -> None:
     rows = measure(0, 400)
-    assert {(row.case, row.policy) for row in rows} >= {("full", "write_through"), ("hybrid", "write_back")}
+    written = {("write_through", "lru"), ("write_through_selective", "lru"), ("write_back", "lru")}
+    evicted = {("write_through", "lfu"), ("write_through", "s3fifo"), ("write_through", "priority")}
+    for model in ("full", "window", "state", "hybrid", "exact"):
+        assert {(row.policy, row.eviction) for row in rows if row.case == model} == written | evicted
     assert all(0.0 < row.tally.hit_share < 1.0 and 0.0 < row.tally.token_share < 1.0 for row in rows)
     assert all(not row.tally.faults and row.tally.served == row.tally.requests for row in rows)
 
@@ -178,6 +181,20 @@ def test_what_prompts_hit_survives_a_lost_storage_node(copies: int, least: float
     lost = loss(1, 600, ShardConfig("writer", copies))
     assert len(lost.left) == 10
     assert least <= lost.mean <= 1.0
+
+
+def test_the_command_prints_the_report_as_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_report, "MODELS", ("full", "hybrid"))
+    (row,) = [row for row in measure(3, 300) if (row.case, row.policy, row.eviction) == ("hybrid", "write_back", "lru")]
+    result = CliRunner().invoke(cli.app, ["sim", "--report", "--seed", "3", "--steps", "300"])
+    assert result.exit_code == 0, result.stderr
+    assert "share of requests that reuse anything, and of prompt tokens by where they came from" in result.stdout
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert len(cells) == 2 * 6 + 4
+    shares = [f"{row.tally.tokens[tier] / sum(row.tally.tokens.values()):.1%}" for tier in ("device", "host", "storage", "computed")]
+    told = ["hybrid", "write_back", "lru", str(row.tally.served), f"{row.tally.hit_share:.1%}", f"{row.tally.token_share:.1%}", *shares]
+    assert told in cells
+    assert [line[:2] for line in cells[-4:]] == [["writer", "1"], ["writer", "2"], ["home", "1"], ["home", "2"]]
 
 
 def test_the_command_prints_what_it_lived() -> None:
