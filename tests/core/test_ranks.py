@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from hicache_ray.group import Envelope
 from hicache_ray.keys import other, tagged
 from hicache_ray.records import Move, Outcome
 from hicache_ray.spec import Shard, Tier
+from hicache_ray.story import Ended
 from hicache_ray.testing import Served, Stack, full, state, window
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, is_move, prompt
 from tests.core.rule_twin import resume
@@ -176,6 +178,21 @@ def test_pages_in_turn_of_a_draft_that_looks_ahead(exact: bool) -> None:
         stack.settle()
         stack.flush()
     at_rest_after_settling(stack)
+
+
+def test_a_rank_has_no_digest_of_what_it_does_not_hold() -> None:
+    """What lies in the slot of another rank's page is nobody's business: two runs would differ in it."""
+    pools = {"full": full(shard="context"), "late": full(ranks=(2,)), "state": state(PAGE, ranks=(0, 1))}
+    stack = stack_of(pools, ranks=3)
+    tokens = prompt(1, 6 * PAGE + 1)
+    stack.group.submit(replace(stack._request(tokens, "told", 0, {}, None), digests=True))
+    stack.settle()
+    (report,) = [event.report for event in stack.events if isinstance(event, Ended) and event.rid == "told"]
+    assert report is not None
+    holders = {c: {page: [bool(d) for d in each] for page, each in of.items()} for c, of in report.digests.items()}
+    assert holders["full"] == {page: [page % 3 == rank for rank in range(3)] for page in range(6)}
+    assert holders["late"] == {page: [False, False, True] for page in range(6)}
+    assert holders["state"] == {page: [True, True, False] for page in range(6)}
 
 
 def test_ranks_that_are_none_are_refused() -> None:
