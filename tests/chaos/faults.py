@@ -116,12 +116,14 @@ def node_killed(stage: Stage) -> Struck:
 
 
 def _settled(stage: Stage, old: str) -> bool:
-    """Do the replacement's storage and a coordinator in the place of the lost one answer?"""
+    """Do the replacement's storage, and a coordinator and ranks in the place of the lost ones, answer?"""
     stage.house.rejoin()
     node = stage.house.alive().get(VICTIM)
     if node is None or node == old or not stage.tier.ping(names.storage(stage.tier.store, node)):
         return False
-    return len(stage.tier.ping(f"{names.PREFIX}:coordinator:")) >= stage.tier.cluster.config.serve.replicas
+    config = stage.tier.cluster.config
+    wanted = {"coordinator": config.serve.replicas, "rank": config.serve.replicas * config.model.tp}
+    return all(len(stage.tier.ping(f"{names.PREFIX}:{kind}:")) >= count for kind, count in wanted.items())
 
 
 def node_frozen(stage: Stage) -> Struck:
