@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 
 from benchmarks import Row
 from benchmarks.measure import at_most, expect, median_cpu_ms
 from hicache_ray import lengths, plan, prefetch
+from hicache_ray.fetches import Fetches
 from hicache_ray.keys import Namespace, page_keys
 from hicache_ray.match import match
 from hicache_ray.residency import Residency
-from hicache_ray.resume import Limit, Path
+from hicache_ray.resume import Path
 from hicache_ray.spec import CacheSpec, Component, Field, Kind, Tier
 from hicache_ray.transfer import Part, arrive, begin, close
 
@@ -45,6 +47,8 @@ def run() -> list[Row]:
     def rule_and_plan() -> plan.Plan:
         return plan.choose(local.with_storage(found), 4)
 
+    fetches = Fetches(res, count().__next__, lambda: 0.0, lambda job: None)
+
     chosen = rule_and_plan()
     if not len(keys) // 2 < chosen.length < len(keys):
         raise AssertionError(f"the plan resumes at {chosen.length} of {len(keys)} pages: this would measure something easier than it says")
@@ -57,7 +61,8 @@ def run() -> list[Row]:
     def all_three() -> None:
         """As a request is matched, planned and, when its pages are here, committed; what becomes visible is the row of insert."""
         here = match(res, Path(keys), allowed, False)
-        plan.choose(local.with_storage(found), 4, lambda _: Limit.NONE)
+        asked = here.with_storage(found)
+        plan.choose(asked, 4, prefetch.intake(res, asked, fetches.apart(asked), TOKENS).bounds())
         prefetch.commit(res, here, [arrived])
 
     work: list[tuple[str, Callable[[], object], float | None]] = [
