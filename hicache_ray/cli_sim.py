@@ -95,7 +95,8 @@ def lives_table(told: list[tuple[int, str, Tally, float]]) -> Table:
         "rests",
         "history",
     ):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=name == "case", min_width=width if name == "case" else None)
+        least = width if name == "case" else None
+        table.add_column(name, justify="left" if name == "case" else "right", min_width=least)
     for seed, name, t, seconds in told:
         table.add_row(
             str(seed), name, f"{t.events:,}", f"{seconds / t.events * 1e6:.0f}", f"{t.seconds:.1f}", f"{t.requests:,}", f"{t.served:,}",

@@ -108,8 +108,9 @@ def _show(out: Console, spec: CacheSpec, made: SizePlan) -> None:
         f"device:  {_readable(made.device_bytes)} a rank, worth {made.tokens['device']:,} tokens; largest prompt {made.largest['device']:,}"
     )
     out.print(f"         --device-tokens {made.device_tokens} --device-snapshots {made.device_snapshots}")
+    of_all = _readable(made.host_bytes * budget.ranks)
     out.print(
-        f"host:    {_readable(made.host_bytes)} a rank, {_readable(made.host_bytes * budget.ranks)} for {budget.ranks} rank(s); restorable together: "
+        f"host:    {_readable(made.host_bytes)} a rank, {of_all} for {budget.ranks} rank(s); restorable together: "
         f"{made.tokens['host']:,} tokens; largest prompt {made.largest['host']:,}"
     )
     out.print(f"         --host-size {budget.host}")
