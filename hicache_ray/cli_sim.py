@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hicache_ray import cli_out
+from hicache_ray.errors import ConfigError
 from hicache_ray.simulate import Failed, Tally, simulate
 from hicache_ray.simulate_cases import cases
 from hicache_ray.simulate_report import Loss, Row, losses, measure
@@ -69,6 +70,8 @@ def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> 
 
 def _names(case: str, seed: int) -> Sequence[str]:
     named = list(cases())
+    if case not in ("random", "all", "mixed", *named):
+        raise ConfigError(f'there is no case "{case}"; choose one of {", ".join(["random", *named, "all", "mixed"])}')
     if case == "mixed":
         return (named[seed // 2 % len(named)] if seed % 2 else "random",)
     return named if case == "all" else (case,)
@@ -77,6 +80,7 @@ def _names(case: str, seed: int) -> Sequence[str]:
 def lives_table(told: list[tuple[int, str, Tally, float]]) -> Table:
     """One row per history."""
     table = Table(title="every invariant held")
+    width = max((len(name) for _, name, _, _ in told), default=0)  # names are to be typed again
     for name in (
         "seed",
         "case",
@@ -91,7 +95,8 @@ def lives_table(told: list[tuple[int, str, Tally, float]]) -> Table:
         "rests",
         "history",
     ):
-        table.add_column(name, justify="left" if name == "case" else "right")
+        least = width if name == "case" else None
+        table.add_column(name, justify="left" if name == "case" else "right", min_width=least)
     for seed, name, t, seconds in told:
         table.add_row(
             str(seed), name, f"{t.events:,}", f"{seconds / t.events * 1e6:.0f}", f"{t.seconds:.1f}", f"{t.requests:,}", f"{t.served:,}",

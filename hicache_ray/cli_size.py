@@ -23,7 +23,7 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 SpecFile = Annotated[str | None, typer.Option("--spec", metavar="FILE", help="cache spec as JSON, in the place of a model")]
 Memory = Annotated[str | None, typer.Option("--device-memory", help="of a GPU for the cache; default: what the configured pools take")]
 Host = Annotated[str | None, typer.Option("--host-memory", help="of a node, e.g. 512GiB; default: what this machine has free")]
-Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="default: model.tp * serve.replicas")]
+Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="default: those of all replicas")]
 Prompt = Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="length of prompts to plan for; default: all that are accepted")]
 
 
@@ -72,7 +72,7 @@ def _plan(config: Config, spec: CacheSpec, given: tuple[str | None, str | None],
 
     config = changed(config, {"cache.page_size": spec.page_size})
     device, node = (_bytes(flag, text) for flag, text in zip(("--device-memory", "--host-memory"), given, strict=True))
-    ranks = ranks or config.model.tp * config.serve.replicas
+    ranks = ranks or spec.ranks * config.serve.replicas
     memory = machine.memory() if node is None else sizing.Memory(node, node, "--host-memory")
     on_device = device or device_bytes(config, spec)
     share = sizing.host_share(memory.free, config.cache.host_reserve, config.cache.host_fraction, ranks)
@@ -105,18 +105,20 @@ def _show(out: Console, spec: CacheSpec, made: SizePlan) -> None:
     out.print(table)
     budget = made.budget
     out.print(
-        f"device:  {_gib(made.device_bytes)} a rank, worth {made.tokens['device']:,} tokens; largest prompt {made.largest['device']:,}"
+        f"device:  {_readable(made.device_bytes)} a rank, worth {made.tokens['device']:,} tokens; largest prompt {made.largest['device']:,}"
     )
     out.print(f"         --device-tokens {made.device_tokens} --device-snapshots {made.device_snapshots}")
+    of_all = _readable(made.host_bytes * budget.ranks)
     out.print(
-        f"host:    {_gib(made.host_bytes)} a rank, {_gib(made.host_bytes * budget.ranks)} for {budget.ranks} rank(s); restorable together: "
+        f"host:    {_readable(made.host_bytes)} a rank, {of_all} for {budget.ranks} rank(s); restorable together: "
         f"{made.tokens['host']:,} tokens; largest prompt {made.largest['host']:,}"
     )
     out.print(f"         --host-size {budget.host}")
-    out.print(f"storage: {_gib(budget.storage)} a node, worth {made.tokens['storage']:,} tokens of each of its ranks")
+    out.print(f"storage: {_readable(budget.storage)} a node, worth {made.tokens['storage']:,} tokens of each of its ranks")
     for text in made.warnings:
         out.print(f"beware:  {text}", style="yellow", markup=False)
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.2f} GiB"
+def _readable(count: int) -> str:
+    unit, name = (2**30, "GiB") if count >= 2**29 else (2**20, "MiB")
+    return f"{count / unit:,.2f} {name}"

@@ -61,7 +61,7 @@ def print_config(loaded: Loaded) -> None:
 def stats_table(stats: Mapping[str, Any]) -> Table:
     """Tiers and components of all replicas."""
     table = Table(title=f"{stats['requests']} requests; tokens by source: " + ", ".join(f"{k} {v:,}" for k, v in stats["tokens"].items()))
-    columns = ("used", "capacity", "evictions", "backups", "refused", "failures")
+    columns = ("used", "capacity", "evictions", "regretted", "backups", "refused", "failures")
     for name in ("replica", "tier", "component"):
         table.add_column(name)
     for name in columns:

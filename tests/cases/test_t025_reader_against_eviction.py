@@ -12,8 +12,8 @@ from tests.storage import stores
 from tests.storage.stores import Subject
 
 X = 0
-#: Stores that lend their bytes. A disk is one entry more.
-LENDERS = {name: stores.STORES[name] for name in ("memory", "arena in a thread")}
+#: Stores that lend their bytes, or copies of them and the slots that they came from.
+LENDERS = {name: stores.STORES[name] for name in ("memory", "arena in a thread", "disk", "tiered, in front", "tiered, behind")}
 
 
 def read_lent(store: Store, gate: Gate) -> set[int]:

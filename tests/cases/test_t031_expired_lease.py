@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
-from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, bits
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, DiskConfig, DiskStore, FaultyStore, NodeStore, bits
 from hicache_ray.storage.conformance_kit import PAGE, ROOM, TIMEOUT_S, get, name, page, put
 from hicache_ray.store import Store
 from hicache_ray.testing import FakeClock, Served, Stack, full
@@ -37,28 +39,44 @@ def same_node_batch(store: Store, pause: Pause) -> set[int]:
     return found
 
 
-#: Read paths. That of a disk is one entry more.
 PATHS = {"single": single, "batch": batch, "same-node batch": same_node_batch}
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=list(PATHS))
+@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize(("fetch_s", "hits"), [(FETCH_S, False), (LEASE_S, False), (LEASE_S - 1.0, True)])
-def test_t031_expired_is_a_miss(path: Callable[[Store, Pause], set[int]], fetch_s: float, hits: bool) -> None:
-    """Also where the bytes were given to nobody meanwhile."""
+def test_t031_expired_is_a_miss(
+    path: Callable[[Store, Pause], set[int]], fetch_s: float, hits: bool, on_disk: bool, tmp_path: Path
+) -> None:
+    """Also where the bytes were given to nobody meanwhile. ``on_disk``: they are brought into the arena by the read itself."""
     clock = FakeClock()
-    config = arena(ROOM * PAGE, "t031")
-    with ArenaService(ArenaConfig(config.name, config.size_bytes, slab_bytes=PAGE, lease_s=LEASE_S), clock) as service:
-        store = ArenaClient(service.address, clock=clock)
-        try:
-            put(store, range(8))
-            timed = _patient(store)
-            found = path(timed, lambda: clock.advance(fetch_s))
-            assert found == ((set(range(8)) if path is not single else {3}) if hits else set())
-            clock.advance(LEASE_S)
-            assert store.stats(TIMEOUT_S).leases == 0
-            assert get(store, range(8)) == set(range(8))  # in time
-        finally:
-            store.close()
+    config = ArenaConfig(arena(ROOM * PAGE, "t031").name, ROOM * PAGE, slab_bytes=PAGE, lease_s=LEASE_S)
+    with ExitStack() as opened:
+        disk = opened.enter_context(closing(DiskStore(DiskConfig(str(tmp_path), 2 * ROOM * PAGE, segment_bytes=ROOM * PAGE), clock)))
+        back = disk if on_disk else None
+        service = opened.enter_context(ArenaService(config, clock, lambda arena: NodeStore(arena, back)))
+        store = opened.enter_context(closing(ArenaClient(service.address, clock=clock)))
+        put(disk if on_disk else store, range(8))
+        wanted = {3} if path is single else set(range(8))
+        assert path(_patient(store), lambda: clock.advance(fetch_s)) == (wanted if hits else set())
+        assert disk.stats(TIMEOUT_S).gets == (len(wanted) if on_disk else 0)
+        clock.advance(LEASE_S)
+        assert store.stats(TIMEOUT_S).leases == 0
+        assert get(store, range(8)) == set(range(8))  # in time
+
+
+@pytest.mark.parametrize(("fetch_s", "hits"), [(FETCH_S, False), (LEASE_S, False), (LEASE_S - 1.0, True)])
+def test_t031_what_a_disk_has_lent(fetch_s: float, hits: bool, tmp_path: Path) -> None:
+    """Without an arena in front."""
+    clock = FakeClock()
+    config = DiskConfig(str(tmp_path), 2 * ROOM * PAGE, segment_bytes=ROOM * PAGE, lease_s=LEASE_S)
+    with closing(DiskStore(config, clock)) as store:
+        put(store, range(8))
+        assert same_node_batch(store, lambda: clock.advance(fetch_s)) == (set(range(8)) if hits else set())
+        clock.advance(LEASE_S)
+        assert store.stats(TIMEOUT_S).leases == 0
+        assert get(store, range(8)) == set(range(8))
+        store.check()
 
 
 def _patient(store: ArenaClient) -> Store:

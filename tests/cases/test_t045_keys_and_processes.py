@@ -1,4 +1,4 @@
-"""T045: keys do not depend on the process. (Foreign keys cannot be plugged in yet.)"""
+"""T045: keys do not depend on the process. (Foreign keys cannot be plugged in yet, so there is no hash of theirs to refuse.)"""
 
 from __future__ import annotations
 

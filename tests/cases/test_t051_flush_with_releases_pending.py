@@ -23,6 +23,7 @@ def test_t051_flush_with_releases_pending(ranks: int, l3: bool) -> None:
     reads = [steps.until(lambda e: is_move(e, Tier.STORAGE, Tier.HOST))] + [steps.queue.pop(0) for _ in range(ranks - 1)]
     pool = stack.res.pools[(Tier.HOST, "full")]
     assert (pool.free, pool.held) == (59, 5)
+    assert stack.cache.restore.fetches.tokens == 320  # on their way
 
     stack.flush(l1=True, l2=True, l3=l3)
     assert (pool.free, pool.held, pool.cached) == (59, 5, 0)  # the ranks may still write there
@@ -33,6 +34,7 @@ def test_t051_flush_with_releases_pending(ranks: int, l3: bool) -> None:
     assert (pool.free, pool.held, pool.cached) == (64, 0, 0)
     assert sorted(pool._free) == list(range(64))
     assert stack.res.leases.open() == ()
+    assert stack.cache.restore.fetches.tokens == 0
     assert isinstance(stack.errors["r"], Cancelled)
     stack.audit()
 

@@ -27,7 +27,7 @@ def spec() -> CacheSpec:
     return Stack(pools={"full": full(), "state": state()}, ranks=RANKS, l1=1, l2=1).spec
 
 
-def test_every_rank_gets_the_same_share_of_what_is_free() -> None:
+def test_t058_every_rank_gets_the_same_share_of_what_is_free() -> None:
     assert sizing.host_share(100, 10, 0.8, RANKS) == 18
     made = fitted(config(), spec(), sizing.Memory(100 * UNIT, 100 * UNIT), RANKS)
     assert made.cache.host_size == 18 * UNIT
@@ -37,14 +37,14 @@ def test_every_rank_gets_the_same_share_of_what_is_free() -> None:
     assert 18 * UNIT - 5 * largest < used <= 18 * UNIT
 
 
-def test_a_ratio_that_asks_for_less_is_left_alone() -> None:
+def test_t058_a_ratio_that_asks_for_less_is_left_alone() -> None:
     asked = config(host_ratio=2.0)
     assert fitted(asked, spec(), sizing.Memory(1 << 40, 1 << 40), RANKS) == asked
     assert asked.cache.host_size is None
     assert host_bytes(asked, spec()) > 0
 
 
-def test_an_explicit_size_is_honoured_or_refused_at_start() -> None:
+def test_t058_an_explicit_size_is_honoured_or_refused_at_start() -> None:
     node = sizing.Memory(100 * UNIT, 100 * UNIT)
     honoured = config(host_size=22 * UNIT)
     assert fitted(honoured, spec(), node, RANKS) == honoured
@@ -53,7 +53,7 @@ def test_an_explicit_size_is_honoured_or_refused_at_start() -> None:
         fitted(config(host_size=23 * UNIT), spec(), node, RANKS)
 
 
-def test_the_limit_of_a_control_group_wins_over_the_machine(tmp_path: Path) -> None:
+def test_t058_the_limit_of_a_control_group_wins_over_the_machine(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -66,6 +66,6 @@ def test_the_limit_of_a_control_group_wins_over_the_machine(tmp_path: Path) -> N
         fitted(config(host_size=23 * UNIT), spec(), machine.memory(tmp_path), RANKS)
 
 
-def test_a_node_without_memory_is_refused() -> None:
+def test_t058_a_node_without_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="no more than cache.host_reserve"):
         fitted(config(), spec(), sizing.Memory(100 * UNIT, 9 * UNIT), RANKS)

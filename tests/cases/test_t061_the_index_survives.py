@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ray.storage import DiskConfig, DiskStore
+from hicache_ray.storage import DiskConfig, DiskStore, FaultyStore
 from hicache_ray.store import TAG_BYTES
+from hicache_ray.testing import Served, Stack, full
 
 PAGE = 16 << 10
 TAG = b"t" * TAG_BYTES
@@ -57,3 +58,40 @@ def test_t061_the_index_survives(tmp_path: Path, fsync: str) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.seg")} == before
     store.check()
     store.close()
+
+
+PROMPT = list(range(1, 11 * 64 + 2))  # of 11 pages
+#: A cache group that has stored the first ten of them.
+GROUP = """
+import os, signal, sys
+from tests.cases.test_t061_the_index_survives import PROMPT, stack
+group, _ = stack(sys.argv[1])
+group.put(PROMPT[: 10 * 64])
+group.settle()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def stack(directory: str) -> tuple[Stack, DiskStore]:
+    disk = DiskStore(config(directory, "never"))
+    return Stack(page=64, pools={"full": full()}, store=FaultyStore(disk)), disk
+
+
+def test_t061_a_prompt_of_11_pages_finds_ten(tmp_path: Path) -> None:
+    writer = subprocess.run([sys.executable, "-c", GROUP, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert writer.returncode == -signal.SIGKILL, writer.stderr
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.seg")}
+    assert before
+
+    reader, disk = stack(str(tmp_path))
+    assert (reader.probe(PROMPT).l3, reader.have("l3", "full", PROMPT)) == (640, set(range(10)))
+    reader.prefetch("r", PROMPT)
+    assert reader.load("r") == 640
+    assert reader.read(PROMPT[:641], "full") == reader.made(PROMPT[:641], "full") != b""
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.seg")} == before
+    assert reader.put(PROMPT) == Served(640, 0, 0, 65)
+    reader.settle()
+    assert reader.have("l3", "full", PROMPT) == set(range(11))
+    reader.audit()
+    disk.check()
+    disk.close()

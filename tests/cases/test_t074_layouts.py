@@ -47,7 +47,7 @@ def filled(layout: str, slots: int, first: int) -> Pool:
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.device == "cpu"], ids=lambda b: b.name)
 @pytest.mark.parametrize(("source_layout", "target_layout"), list(itertools.product(ORDERS, ORDERS)))
-def test_all_layouts_agree(source_layout: str, target_layout: str, backend: object) -> None:
+def test_t074_all_layouts_agree(source_layout: str, target_layout: str, backend: object) -> None:
     source, target = filled(source_layout, SOURCE_SLOTS, 1), filled(target_layout, TARGET_SLOTS, 10_000)
     with Mover(backend) as mover:  # type: ignore[arg-type]
         Copier(source, target, mover).copy(slots_array(OF), slots_array(TO))
@@ -61,7 +61,7 @@ def test_all_layouts_agree(source_layout: str, target_layout: str, backend: obje
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head"])
-def test_the_page_object_is_480_contiguous_bytes(layout: str) -> None:
+def test_t074_the_page_object_is_480_contiguous_bytes(layout: str) -> None:
     """K and V of one page together, in whatever order: the numbers of page 3 and of no other."""
     pool = filled(layout, SOURCE_SLOTS, 1)
     assert pool.page_bytes == 480
@@ -70,7 +70,7 @@ def test_the_page_object_is_480_contiguous_bytes(layout: str) -> None:
     assert sorted(stored.tolist()) == sorted([*values["k"][3].ravel().tolist(), *values["v"][3].ravel().tolist()])
 
 
-def test_the_stored_object_is_k_then_v_then_layers_then_tokens() -> None:
+def test_t074_the_stored_object_is_k_then_v_then_layers_then_tokens() -> None:
     pool = filled("page_first_direct", SOURCE_SLOTS, 1)
     values = numbers(SOURCE_SLOTS, 1)
     assert np.frombuffer(pool.page(3), dtype=np.int16).tolist() == [*values["k"][3].ravel().tolist(), *values["v"][3].ravel().tolist()]
@@ -91,7 +91,7 @@ KINDS = {
 @pytest.mark.parametrize("backend", ["cpu", "direct", "kernel"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("source_layout", "target_layout"), list(itertools.product(ORDERS, ORDERS)))
-def test_all_layouts_agree_for_every_kind_of_field(
+def test_t074_all_layouts_agree_for_every_kind_of_field(
     source_layout: str, target_layout: str, kind: str, backend: str, kernel_on_host: OnHost
 ) -> None:
     """Against the walk over the axes, byte for byte in all of the target; direct and kernel on a device with queues, whole and by layer."""

@@ -16,12 +16,20 @@ def test_t078_no_calls_while_no_page_completes() -> None:
     prompt = list(range(1, 131 + 100))
     stack.begin(prompt, "r", decoded=100)  # 130 tokens are given; cached lengths 130 to 229 complete no page
     steps = Steps(stack)
-    steps.until(lambda e: isinstance(e.record, Compute) and e.record.start >= 130)
-    before, executed = counting.total(), stack.calls
-    decode = steps.queue.pop(0)
-    assert isinstance(decode.record, Compute)
-    assert (decode.record.start, decode.record.steps, decode.record.end) == (130, 100, 230)
-    assert not steps.queue
-    assert not stack.pending()
-    assert (counting.total(), stack.calls) == (before, executed)
-    assert stack.group.next_deadline() is None
+    first = steps.until(lambda e: isinstance(e.record, Compute) and e.record.start >= 130)
+    decode = [first, steps.queue.pop(0)]
+    asked, executed = counting.total(), stack.calls
+    for rank, envelope in enumerate(decode):
+        assert isinstance(envelope.record, Compute)
+        assert (envelope.rank, envelope.record.start, envelope.record.steps, envelope.record.end) == (rank, 130, 100, 230)
+    assert (steps.queue, stack.pending(), stack.group.next_deadline()) == ([], [], None)
+    outcomes = [stack.execute(envelope) for envelope in decode]
+    assert (stack.pending(), stack.group.next_deadline()) == ([], None)
+    assert stack.calls == executed + 2  # one per rank, for 100 steps
+    assert counting.total() == asked > 0
+    for envelope, outcome in zip(decode, outcomes, strict=True):
+        stack.report(envelope, outcome)
+    stack.settle()  # and now the page of the prompt is backed up
+    assert stack.outputs["r"][:100] == prompt[130:]
+    assert stack.have("l3", "full", prompt) == {0}
+    stack.audit()

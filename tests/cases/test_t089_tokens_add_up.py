@@ -16,7 +16,7 @@ def test_t089_tokens_add_up(policy: str) -> None:
     bases = [[1000 * i + j for j in range(rng.randint(1, 250))] for i in range(12)]
     total = dict.fromkeys(("device", "host", "storage", "computed"), 0)
     prompts = 0
-    for n in range(500):
+    for n in range(1000):
         base = rng.choice(bases)
         tokens = base[: rng.randint(1, len(base))] + [50_000 + n] * rng.randint(0, 40)
         decoded = rng.randint(0, min(5, len(tokens) - 1))

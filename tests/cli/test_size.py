@@ -54,6 +54,9 @@ def test_warnings_and_a_table(spec: str) -> None:
                       "--track-interval", "64")  # fmt: skip
     assert code == 0, text
     assert "beware:  the host pools" in text
+    assert "device:  1.00 GiB a rank" in text
+    assert "host:    204.77 MiB a rank, 409.53 MiB for 2 rank(s)" in text
+    assert "storage: 0.50 GiB a node" in text
     assert "smaller than the device's" in text
     assert "--host-size" in text
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from hicache_ray import cli, simulate_report
+from hicache_ray import cli, cli_out, simulate_report
+from hicache_ray.cli_sim import lives_table
 from hicache_ray.flights import Envelope
 from hicache_ray.records import Compute
-from hicache_ray.simulate import Failed, World, simulate
+from hicache_ray.simulate import Failed, Tally, World, simulate
 from hicache_ray.simulate_cases import cases
 from hicache_ray.simulate_faults import Faults
 from hicache_ray.simulate_group import Member
@@ -163,7 +166,10 @@ def test_a_drop_that_overtakes_a_forward_on_its_way_is_no_fault(monkeypatch: pyt
 def test_unknown_cases_are_refused() -> None:
     result = CliRunner().invoke(cli.app, ["sim", "--case", "hybird"])
     assert result.exit_code == 2
-    assert 'there is no case "hybird"; choose one of random, full' in result.stderr.replace("\n", " ")
+    told = result.stderr.replace("\n", " ")
+    assert 'there is no case "hybird"; choose one of random, full' in told
+    assert "everything, all, mixed" in told
+    assert "sim --seed" not in told  # nothing was begun
 
 
 def test_the_report_measures_what_policies_reuse() -> None:
@@ -202,3 +208,12 @@ def test_the_command_prints_what_it_lived() -> None:
     assert result.exit_code == 0
     assert "hicache-ray sim --seed 0 --steps 300 --case mla" in result.stderr
     assert "every invariant held" in result.stdout
+
+
+def test_names_of_cases_are_shown_whole() -> None:
+    """They are what the command takes."""
+    names = list(cases())
+    shown = Console(width=cli_out.WIDTH, record=True, file=io.StringIO())
+    shown.print(lives_table([(12345, name, Tally(events=1_234_567, seconds=12345.6, requests=123_456), 1.0) for name in names]))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.export_text().splitlines() if line.startswith("│")]
+    assert [row[1] for row in cells] == names
