@@ -15,12 +15,15 @@ from hicache_ray.storage.addresses import Place
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import EXISTS, GRANTED, Loan
+from hicache_ray.storage.frames import now
 from hicache_ray.storage.lent import release_body
 from hicache_ray.storage.movers import Piece
 from hicache_ray.storage.segment import Segment
-from hicache_ray.storage.wire import Kind, WireError
+from hicache_ray.storage.wire import Kind, Reader, WireError, only
 
 MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
+_RESERVE, _SEAL, _LEASE = int(Kind.RESERVE), int(Kind.SEAL), int(Kind.LEASE)
+_YES = b"\1"  # the answer to a seal of one
 RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
 
 
@@ -35,42 +38,49 @@ class Call(NamedTuple):
 
 def put_one(call: Call, id: bytes, source: Place) -> bool:
     """Reserve, copy, seal: is the object visible then?"""
-    memory, asked = call.connection.mapped, call.clock()
-    ask = messages.ASK_RESERVE_ONE.pack(1, id, source.size, call.deadline.left() + MARGIN_S)
-    reply = call.connection.call(Kind.RESERVE, ask, call.deadline)
-    reservation, seconds, outcome, offset = reply.only(messages.RESERVATION_ONE)
+    connection, deadline, copier, clock = call
+    memory, size, asked = connection.mapped, source.size, clock()
+    left = deadline.left_at(asked)
+    ask = messages.ASK_RESERVE_ONE.pack(1, id, size, left + MARGIN_S)
+    reply = connection.exchange(_RESERVE, ask, now() + left)
+    reservation, seconds, outcome, offset = only(reply, messages.RESERVATION_ONE)
     if outcome != GRANTED:
         return bool(outcome == EXISTS)
-    held = Deadline(call.clock, asked + seconds)
-    with sealing(call.connection):
-        piece = Piece(source.address, _inside(memory, offset, source.size), source.size)
+    until = min(deadline.at, asked + seconds)
+    try:
+        piece = Piece(source.address, _inside(memory, offset, size), size)
         # Summed at the source: should somebody else write here after our time, readers will see that it is not this object.
-        checksum = call.copier.run_one(piece, True, lambda: call.deadline.passed() or held.passed())
+        checksum = copier.run_one(piece, True, lambda: clock() >= until)
         body = messages.SEAL_ONE.pack(reservation, 1, checksum is not None, checksum or 0)
-        return call.connection.call(Kind.SEAL, body, call.deadline).all_bits(1) == 1
+        sealed = connection.exchange(_SEAL, body, now() + deadline.left())
+        return sealed == _YES or Reader(sealed).all_bits(1) == 1
+    except BaseException:  # as :func:`sealing`
+        connection.close()
+        raise
 
 
 def get_one(call: Call, id: bytes, target: Place) -> bool:
     """Lease, copy, verify, release. Raises as the get of many does."""
-    memory, asked = call.connection.mapped, call.clock()
-    reply = call.connection.call(Kind.LEASE, messages.ASK_LEASE_ONE.pack(1, id, call.deadline.left() + MARGIN_S), call.deadline)
-    if reply.size == messages.MISS_ONE.size:
+    connection, deadline, copier, clock = call
+    memory, asked = connection.mapped, clock()
+    left = deadline.left_at(asked)
+    reply = connection.exchange(_LEASE, messages.ASK_LEASE_ONE.pack(1, id, left + MARGIN_S), now() + left)
+    if len(reply) == messages.MISS_ONE.size:
         return False
-    lease, seconds, _, *numbers = reply.only(messages.LEASE_ONE)
-    held, loan, good, bad = Deadline(call.clock, asked + seconds), Loan(*numbers), False, False
-    at = _inside(memory, loan.offset, loan.length)
+    lease, seconds, _, *numbers = only(reply, messages.LEASE_ONE)
+    held, loan, good, bad = asked + seconds, Loan(*numbers), False, False
+    at, until = _inside(memory, loan.offset, loan.length), min(deadline.at, held)
     try:
         if loan.length == target.size:
-            piece = Piece(at, target.address, loan.length)
-            found = call.copier.run_one(piece, False, lambda: call.deadline.passed() or held.passed())
+            found = copier.run_one(Piece(at, target.address, loan.length), False, lambda: clock() >= until)
             read = found is not None and memory.unchanged(loan)
             good, bad = read and found == loan.checksum, read and found != loan.checksum
-        if held.passed():
+        if clock() >= held:
             return False  # whatever was read, the service may have given the memory to others meanwhile
     except BaseException:
-        release(call.connection, release_body(lease, 0, 0), call.clock)
+        release(connection, release_body(lease, 0, 0), clock)
         raise
-    release(call.connection, release_body(lease, int(bad), 1), call.clock)
+    release(connection, messages.RELEASE_ONE.pack(lease, 1, bad), clock)
     return good
 
 
@@ -88,7 +98,7 @@ def release(connection: Connection, body: bytes, clock: Callable[[], float]) -> 
     """What was read counts also where the service cannot be told: the lease runs out, and a connection that holds half a message is not
     used again."""
     try:
-        connection.tell(Kind.RELEASE, body, Deadline.after(clock, RELEASE_S))
+        connection.tell(Kind.RELEASE, body, Deadline(clock, clock() + RELEASE_S))
     except StoreError:
         connection.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -48,7 +47,11 @@ class Deadline(NamedTuple):
 
     def left(self) -> float:
         """Seconds left; raises Expired when there are none."""
-        left = self.at - self.clock()
+        return self.left_at(self.clock())
+
+    def left_at(self, time: float) -> float:
+        """:meth:`left`, for who has just asked the clock."""
+        left = self.at - time
         if left <= 0:
             raise Expired("the deadline of this call has passed")
         return left
@@ -80,22 +83,28 @@ class Connection:
 
     def call(self, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
         """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused."""
-        until = now() + deadline.left()
+        return Reader(self.exchange(kind, body, now() + deadline.left()))
+
+    def exchange(self, kind: int, body: bytes, until: float) -> bytes:
+        """:meth:`call`, until a point on :func:`~hicache_ray.storage.frames.now`; the body of the answer."""
         try:
-            with contextlib.suppress(BrokenPipeError):  # the service has hung up; perhaps it has said why
+            try:
                 self._send(kind, body, until)
+            except BrokenPipeError:  # the service has hung up; perhaps it has said why
+                pass
             frame = self._frames.receive(until)
         except OSError as error:
             raise self._translated(error) from error
         if frame is None:
             raise StoreClosed(f"the arena's service at {self._path} hung up")
-        if frame.kind == Kind.ERROR:
-            self.clean = frame.request == self._request
-            raise Refused(f"the arena's service refused: {messages.text(frame.body)}")
-        if frame.kind != kind or frame.request != self._request:
-            raise WireError("the answer belongs to another question")
+        found, request, answer = frame
+        if found != kind or request != self._request:
+            if found != Kind.ERROR:
+                raise WireError("the answer belongs to another question")
+            self.clean = request == self._request
+            raise Refused(f"the arena's service refused: {messages.text(answer)}")
         self.clean = True
-        return Reader(frame.body)
+        return answer
 
     def tell(self, kind: Kind, body: bytes, deadline: Deadline) -> None:
         """Send what has no answer."""
@@ -116,9 +125,10 @@ class Connection:
         self._frames.close()
         self.segment = None
 
-    def _send(self, kind: Kind, body: bytes, until: float) -> None:
-        frame = wire.encode(kind, (self._request + 1) & 0xFFFFFFFF, body)
-        self.clean, self._request = False, (self._request + 1) & 0xFFFFFFFF
+    def _send(self, kind: int, body: bytes, until: float) -> None:
+        request = (self._request + 1) & 0xFFFFFFFF
+        frame = wire.encode(kind, request, body)
+        self.clean, self._request = False, request
         self._frames.send(frame, until)
 
     def _translated(self, error: OSError) -> StoreError:
@@ -151,7 +161,9 @@ class Pool:
 
     def __init__(self, open_one: Callable[[Deadline], Connection], limit: int) -> None:
         self._open_one, self._limit = open_one, limit
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        self._waiting = 0
         self._idle: list[Connection] = []
         self._out = 0
         self._closed = False
@@ -168,7 +180,7 @@ class Pool:
         return connection
 
     def close(self) -> None:
-        with self._turn:
+        with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             self._turn.notify_all()
@@ -177,7 +189,7 @@ class Pool:
 
     def _take(self, deadline: Deadline) -> Connection | None:
         """An idle connection, or leave (None) to open one."""
-        with self._turn:
+        with self._lock:
             while True:
                 if self._closed:
                     raise StoreClosed("this handle of the store is closed")
@@ -190,16 +202,25 @@ class Pool:
                 if self._out < self._limit:
                     self._out += 1
                     return None
-                if deadline.passed() or not self._turn.wait(deadline.left()):
+                if deadline.passed() or not self._wait(deadline.left()):
                     raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
+
+    def _wait(self, seconds: float) -> bool:
+        """For who has the lock: was a connection given back meanwhile?"""
+        self._waiting += 1
+        try:
+            return self._turn.wait(seconds)
+        finally:
+            self._waiting -= 1
 
     def give_back(self, connection: Connection | None, broken: bool) -> None:
         """It is kept where it is clean and not ``broken``. None: one that could not be opened."""
-        with self._turn:
+        with self._lock:
             self._out -= 1
             keep = connection is not None and connection.clean and not broken and not self._closed
             if keep and connection is not None:
                 self._idle.append(connection)
-            self._turn.notify()
+            if self._waiting:
+                self._turn.notify()
         if connection is not None and not keep:
             connection.close()

@@ -78,8 +78,7 @@ class Copier:
         single: Single | None = getattr(self._own, "single", None)
         if single is None:
             single = self._own.single = Single()
-        batch = single.of(piece, of_source)
-        mover = self._mover()
+        batch, mover = single.of(piece, of_source), self._mover()
         while not single.done:
             if stop():
                 return None

@@ -18,6 +18,7 @@ from hicache_ray.storage.wire import Frame, Splitter
 
 _RECV = 128 << 10
 _SEND = 64 << 10  # bytes of one call: the system's timeout is one of each part that it queues, not of the call
+_RECEIVING, _SENDING, _NO_SIGNAL = int(socket.SO_RCVTIMEO), int(socket.SO_SNDTIMEO), int(socket.MSG_NOSIGNAL)
 _TIMEVAL = struct.Struct("ll")
 _ROUND, _SLACK = 0.9, 4.0
 
@@ -32,7 +33,7 @@ class FrameSocket:
         self._sock, self._splitter = sock, Splitter(flag)
         self._buffer = bytearray(_RECV)
         self._view = memoryview(self._buffer)
-        self._waits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # as the system knows them; 0: for ever
+        self._waits = {_RECEIVING: 0.0, _SENDING: 0.0}  # as the system knows them; 0: for ever
         sock.settimeout(None)
         self._closed = False
         self._readable = select.poll()
@@ -41,10 +42,10 @@ class FrameSocket:
     def send(self, frame: bytes, until: float) -> None:
         rest: bytes | memoryview = frame
         while True:
-            self._allow(socket.SO_SNDTIMEO, until)
+            self._allow(_SENDING, until)
             part = rest if len(rest) <= _SEND else memoryview(rest)[:_SEND]
             try:
-                count = self._sock.send(part, socket.MSG_NOSIGNAL)
+                count = self._sock.send(part, _NO_SIGNAL)
             except BlockingIOError:
                 continue  # perhaps before the deadline, which is looked at next
             if count == len(rest):
@@ -53,22 +54,26 @@ class FrameSocket:
 
     def receive(self, until: float) -> Frame | None:
         """The next frame; None at the end of the stream."""
+        if not self._splitter:
+            count = self._read(until)
+            if not count or (frame := self._taken(count)) is not None:
+                return frame if count else None
         while (frame := self._splitter.next()) is None:
-            if not self._more(until):
+            count = self._read(until)
+            if not count:
                 return None
+            self._splitter.feed(bytes(self._view[:count]))
         return frame
 
     def receive_some_time(self, seconds: float) -> Frame | None:
         """The same where nobody waits for a frame, but one that has begun must be whole within ``seconds``."""
-        frame = self._splitter.next()
-        if frame is not None:
-            return frame
         while not self._splitter:
             try:
-                if not self._more(now() + seconds):
-                    return None
+                count = self._read(now() + seconds)
             except TimeoutError:
                 continue
+            if not count or (frame := self._taken(count)) is not None:
+                return frame if count else None
         return self.receive(now() + seconds)
 
     def alive(self) -> bool:
@@ -80,17 +85,21 @@ class FrameSocket:
         self._closed = True
         self._sock.close()
 
-    def _more(self, until: float) -> bool:
-        """Receive something; False at the end of the stream."""
+    def _read(self, until: float) -> int:
+        """Receive something: how many bytes of the buffer it is; 0 at the end of the stream."""
         while True:
-            self._allow(socket.SO_RCVTIMEO, until)
+            self._allow(_RECEIVING, until)
             try:
-                count = self._sock.recv_into(self._buffer)
+                return self._sock.recv_into(self._buffer)
             except BlockingIOError:
                 continue
-            if count:
-                self._splitter.feed(bytes(self._view[:count]))
-            return count > 0
+
+    def _taken(self, count: int) -> Frame | None:
+        """The frame that was read where nothing was begun. None where it is not just one whole frame: the splitter has it then."""
+        frame = self._splitter.whole(self._view, count)
+        if frame is None:
+            self._splitter.feed(bytes(self._view[:count]))
+        return frame
 
     def _allow(self, option: int, until: float) -> None:
         """Let the system wait no longer than that. It may wake us earlier: the timeout of the last call is left where it does no harm.

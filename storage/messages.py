@@ -38,6 +38,7 @@ _CLAIM = struct.Struct("<Qd")
 #: Whole bodies of messages about one object.
 ASK_RESERVE_ONE, RESERVATION_ONE = struct.Struct("<I64sQd"), struct.Struct("<QdBQ")
 SEAL_ONE = struct.Struct("<QIBQ")
+RELEASE_ONE = struct.Struct("<QIB")
 ASK_LEASE_ONE, MISS_ONE, LEASE_ONE = struct.Struct("<I64sd"), struct.Struct("<QdB"), struct.Struct("<QdB4Q")
 _MOST_DIGEST = 0xFFFF
 _COUNTERS: dict[str, type] = {"tenants": dict, "writes_off": str}  # the others are numbers

@@ -81,6 +81,17 @@ class Splitter:
         else:
             self._pending = bytearray(self._pending) + data
 
+    def whole(self, data: memoryview, count: int) -> Frame | None:
+        """The frame that the first ``count`` bytes of ``data`` are, where no frame is begun and they are one frame and no more: nearly
+        always. None, and nothing done, where that is not so, or something is wrong with it."""
+        if self._pending or count < HEADER.size:
+            return None
+        magic, version, kind, request, length = HEADER.unpack_from(data)
+        kind ^= self._flag
+        if HEADER.size + length != count or magic != MAGIC or version != VERSION or kind not in KINDS:
+            return None
+        return Frame(kind, request, bytes(data[HEADER.size : count]))
+
     def __bool__(self) -> bool:
         """Is a frame begun?"""
         return bool(self._pending)
@@ -103,6 +114,13 @@ class Splitter:
         body = bytes(self._pending[HEADER.size : end])
         self._pending = self._pending[end:] if end < len(self._pending) else b""
         return Frame(kind, request, body)
+
+
+def only(body: bytes, layout: struct.Struct) -> tuple[Any, ...]:
+    """The whole of a body. Raises WireError."""
+    if layout.size != len(body):
+        raise WireError(f"a frame has {len(body)} bytes where it should have {layout.size}")
+    return layout.unpack(body)
 
 
 class Reader:
@@ -186,9 +204,7 @@ class Reader:
 
     def only(self, layout: struct.Struct) -> tuple[Any, ...]:
         """The whole body."""
-        if layout.size != len(self._body):
-            raise WireError(f"a frame has {len(self._body)} bytes where it should have {layout.size}")
-        return layout.unpack(self._body)
+        return only(self._body, layout)
 
     def rest(self) -> bytes:
         return self.take(len(self._body) - self._at)

@@ -81,9 +81,9 @@ def test_a_deadline_within_the_copy_of_one(service: ArenaService, connect: Calla
     put(other, [1])
     client.ping(TIMEOUT_S)
     clock.step = 0.01
-    assert client.get([name(1)], [np.zeros(PAGE, np.uint8)], 0.055) == 0
+    assert client.get([name(1)], [np.zeros(PAGE, np.uint8)], 0.045) == 0
     with pytest.raises(StoreTimeout):
-        client.put([name(2)], [page(2)], 0.055)
+        client.put([name(2)], [page(2)], 0.045)
     assert other.stats(TIMEOUT_S).leases == 0
     assert get(other, [1, 2]) == {1}
 
