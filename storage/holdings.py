@@ -31,6 +31,7 @@ COLUMNS = {
     **{"length": "i8", "offset": "i8", "checksum": "u8", "tick": "i8", "pins": "i4", "serial": "i4"},
     **{"kind": "i2", "tenant": "i2", "state": "u1"},
 }
+_ONE = np.uint64(1)
 FREE, RESERVED, SEALED, DEAD = (int(state) for state in State)
 
 
@@ -63,6 +64,7 @@ class Holdings:
     def __init__(self, slabs: SlabMap, generations: Any, caps: Mapping[str, int] | None) -> None:
         self.slabs = slabs
         self.generations: npt.NDArray[np.uint64] = np.asarray(generations, np.uint64)
+        self.words = memoryview(self.generations)  # type: ignore[arg-type]  # the same, for one at a time
         slabs.on_carved = partial(_carved, self.generations)
         self.table = IdTable(columns=COLUMNS)
         self.tenants = Tenants(caps)
@@ -249,4 +251,5 @@ class Holdings:
 def _carved(generations: npt.NDArray[np.uint64], low: int, high: int) -> None:
     """An object that lay here began at another block, perhaps, than what comes in its place: whoever still reads it must see that. (Not a
     method: slabs that knew their owner would keep the memory mapped.)"""
-    generations[low // BLOCK : high // BLOCK] += np.uint64(1)
+    words = generations[low // BLOCK : high // BLOCK]
+    words += _ONE

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.storage import bits
-from hicache_ray.storage.claims import Claim, Claims
+from hicache_ray.storage.claims import AnyClaim, Claim, Claims, OneClaim
 from hicache_ray.storage.descriptors import GRANTED, Held, Lease, Lending, Loan, Reservation, Sums
 from hicache_ray.storage.holdings import FREE, RESERVED, SEALED, Holdings
 from hicache_ray.storage.ids import Ids, packed, unpacked
@@ -244,8 +244,9 @@ class ArenaIndex(Holdings):
 
     def expire(self) -> None:
         """End every claim whose deadline has passed."""
-        for claim in self.claims.expired():
-            self._close(claim)
+        if self.claims.due():
+            for claim in self.claims.expired():
+                self._close(claim)
 
     def check(self) -> None:
         """Everything agrees with everything. Raises Inconsistent."""
@@ -262,9 +263,9 @@ class ArenaIndex(Holdings):
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _close(self, claim: Claim) -> None:
+    def _close(self, claim: AnyClaim) -> None:
         self.pending_bytes -= claim.size
-        if not self.singly or len(claim.rows) != 1 or not let_go_one(self, claim.rows.item(0)):
+        if not self.singly or (row := claim.row) < 0 or not let_go_one(self, row):
             self.let_go(claim.rows)
 
     def _look(self, keys: Ids, tag: bytes) -> Answer:
@@ -290,17 +291,17 @@ class ArenaIndex(Holdings):
             return None
         if one.outcome == GRANTED:
             self.pending_bytes += length
-            rows, serials = np.array([one.row]), np.array([self.table.cells["serial"][one.row]], np.int32)
-            number = self.claims.open(self.claims.holds, Claim(self.claims.clock() + seconds, owner, rows, rows, serials, length))
+            claims, serial = self.claims, self.table.cells["serial"][one.row]
+            number = claims.open_one(claims.holds, OneClaim(claims.clock() + seconds, owner, one.row, serial, length))
         return Held(number, seconds, one.outcome, one.offset)
 
-    def _seal_one(self, reservation: int, hold: Claim, checksum: int) -> int | None:
+    def _seal_one(self, reservation: int, hold: AnyClaim, checksum: int) -> int | None:
         """None, and nothing done, where it takes the long way."""
-        if not len(hold.order) == len(hold.rows) == 1:
+        if not isinstance(hold, OneClaim):
             return None
         del self.claims.holds[reservation]
         self.pending_bytes -= hold.size
-        row, cells = hold.rows.item(0), self.table.cells
+        row, cells = hold.row, self.table.cells
         if cells["state"][row] != RESERVED:  # dropped meanwhile
             self.let_go(hold.rows)
             return 0
@@ -316,6 +317,7 @@ class ArenaIndex(Holdings):
             return Lending(0, seconds, None)
         use_one(self, row)
         pin_one(self, row)
-        number = self.claims.open(self.claims.leases, Claim(self.claims.clock() + seconds, owner, np.array([row])))
+        claims = self.claims
+        number = claims.open_one(claims.leases, OneClaim(claims.clock() + seconds, owner, row))
         offset = cells["offset"][row]
         return Lending(number, seconds, Loan(offset, cells["length"][row], cells["checksum"][row], self.generations.item(offset // BLOCK)))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from hicache_ray.storage.descriptors import EXISTS, GRANTED, PENDING
 from hicache_ray.storage.holdings import RESERVED, SEALED, Holdings
 from hicache_ray.storage.slabs import BLOCK, slot_bytes
@@ -95,7 +93,7 @@ def _start_one(held: Holdings, id: bytes, value: int, length: int, offset: int, 
     cells["tick"][row], cells["pins"][row], cells["state"][row] = held.tick, 1, RESERVED
     cells["kind"][row], cells["tenant"][row] = held.kinds.setdefault(size, len(held.kinds)), tenant
     cells["serial"][row] = (cells["serial"][row] + 1 + _HALF) % (2 * _HALF) - _HALF  # as 32 bits do
-    held.generations[offset // BLOCK] += np.uint64(1)
+    held.words[offset // BLOCK] += 1
     held.used_bytes += length
     held.tenants.usage[tenant].bytes += length
     return row

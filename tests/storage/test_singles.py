@@ -17,6 +17,7 @@ ME, OTHER = 1, 2
 SLABS = 6
 SIZES = (1, BLOCK // 2, BLOCK, 3 * BLOCK, (SLABS + 1) * BLOCK)
 TENANT = key(7)[:8]
+CLAIM = ("deadline", "owner", "rows", "order", "serials", "size")
 
 
 class LongWay(ArenaIndex):
@@ -69,7 +70,7 @@ def _state(index: ArenaIndex) -> dict[str, Any]:
         "generations": index.generations.tolist(),
         "tenants": index.tenants.report(),
         "kinds": index.kinds,
-        "claims": {id: tuple(map(_listed, claim)) for id, claim in claims.items()},
+        "claims": {id: {name: _listed(getattr(claim, name)) for name in CLAIM} for id, claim in claims.items()},
         "counted": (index.counters, index.used_bytes, index.objects, index.tick, index.pending_bytes),
     }
 
