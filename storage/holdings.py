@@ -168,6 +168,14 @@ class Holdings:
         rows = self.order.oldest((column, value), count, table["tick"], candidates)
         return rows[table["tick"][rows] < before]
 
+    def oldest_one(self, column: str, value: int) -> int:
+        """:meth:`oldest` of one, used at whatever tick; -1 where there is none."""
+        row = self.order.oldest_one((column, value), self.table.cells["tick"])
+        if row < 0:
+            rows = self.oldest(column, value, 1, self.tick + 1)
+            row = rows.item(0) if len(rows) else -1
+        return row
+
     def evict(self, rows: Rows) -> None:
         for number, part in grouped(self.table["tenant"][rows]):
             self.tenants.usage[number].evictions += len(rows[part])

@@ -48,6 +48,18 @@ class OldestFirst:
             found = line.rows[:count]
         return found
 
+    def oldest_one(self, name: Hashable, ticks: memoryview) -> int:
+        """The first row that :meth:`oldest` would find without making its line anew; -1 where it would have to."""
+        line = self._lines.get(name)
+        if line is not None:
+            for at in range(line.at, len(line.rows)):
+                row = line.rows.item(at)
+                if ticks[row] == line.ticks.item(at):
+                    line.at = at
+                    return row
+            line.at = len(line.rows)
+        return -1
+
     def back(self, tick: int) -> None:
         """Objects of this tick or later ones may be evicted again, without having been used."""
         if tick <= self._horizon:

@@ -82,6 +82,11 @@ class RowStore:
         self._free[self._free_count : end] = rows
         self._free_count = end
 
+    def free_one(self, row: int) -> None:
+        """:meth:`free` of one."""
+        self._free[self._free_count] = row
+        self._free_count += 1
+
     def _grow(self, wanted: int) -> None:
         """A quarter more at least: what is grown and not used yet counts as well."""
         size = max(wanted, len(self._ids) + max(len(self._ids) // 4, _MORE))

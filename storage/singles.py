@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from hicache_ray.storage.descriptors import EXISTS, GRANTED, PENDING
-from hicache_ray.storage.holdings import RESERVED, SEALED, Holdings
+from hicache_ray.storage.holdings import FREE, RESERVED, SEALED, Holdings
 from hicache_ray.storage.slabs import BLOCK, slot_bytes
 
 _HALF = 1 << 31
@@ -25,7 +27,8 @@ class Placed(NamedTuple):
 
 
 def place_one(held: Holdings, id: bytes, length: int, pending: int | None) -> Placed | None:
-    """:func:`~hicache_ray.storage.room.place`; None, and nothing done, where something would have to be evicted or refused first."""
+    """:func:`~hicache_ray.storage.room.place`; None, and nothing done, where it is refused, perhaps, or takes more than its own class has
+    to give."""
     value = held.table.hash_one(id)
     row = held.table.find_one(id, value)
     if row >= 0:
@@ -39,9 +42,35 @@ def place_one(held: Holdings, id: bytes, length: int, pending: int | None) -> Pl
     size = slot_bytes(length)
     offset = held.slabs.take_one(size, held.tick + 1)
     if offset < 0:
-        return None
+        if not _evict_one(held, size):
+            return None
+        offset = held.slabs.take_one(size, held.tick + 1)
     held.tick += 1
     return Placed(GRANTED, offset, _start_one(held, id, value, length, offset, size))
+
+
+def _evict_one(held: Holdings, size: int) -> bool:
+    """:meth:`Holdings.evict` of the oldest object of a class, as a reservation of one more does: so its slot is free. False, and nothing
+    done, where there is none, or the runs of other classes have to be compared with it."""
+    table, slabs = held.table, held.slabs
+    row = held.oldest_one("kind", held.kind(size))
+    if row < 0 or slabs.colder(table.cells["tick"][row]):
+        return False
+    cells = table.cells
+    length, usage = cells["length"][row], held.tenants.usage[cells["tenant"][row]]
+    if held.lost is not None:
+        held.lost.append(table.ids(np.array([row])))
+    usage.evictions += 1
+    usage.objects -= 1
+    usage.bytes -= length
+    held.objects -= 1
+    held.used_bytes -= length
+    held.counters.evictions += 1
+    table.hide_one(row)
+    slabs.give_one(cells["offset"][row], cells["tick"][row])
+    cells["state"][row], cells["pins"][row], cells["tick"][row] = FREE, 0, -1
+    table.free_one(row)
+    return True
 
 
 def show_one(held: Holdings, row: int, checksum: int) -> None:

@@ -147,6 +147,19 @@ class SlabMap:
             if not self._used[start]:
                 self._dissolve(run)
 
+    def give_one(self, offset: int, tick: int) -> None:
+        """:meth:`give` of one slot."""
+        cells, start = self.cells, self.cells.run[offset // self.slab_bytes]
+        run = self.runs[start]
+        run.back.append((offset - run.offset) // run.slot_bytes)
+        self._open.setdefault(run.slot_bytes, {})[start] = run
+        cells.ticks[start] -= tick
+        cells.used[start] -= 1
+        if cells.used[start] < cells.pinned[start]:
+            raise Inconsistent(f"a slot of the run at slab {start} is freed while pinned")
+        if not cells.used[start]:
+            self._dissolve(run)
+
     def touch(self, offsets: Numbers, before: Numbers, now: Numbers) -> None:
         """Each slot, once, was used at tick ``now``, and at ``before`` until then. Ticks grow with every use."""
         runs = self._runs_of(offsets)

@@ -81,7 +81,7 @@ class IdTable(RowStore):
         """(n,): for a caller that passes the same ids to several of these methods."""
         return hashes_of(ids, self.width)
 
-    def hash_one(self, id: bytes) -> int:
+    def hash_one(self, id: bytes | memoryview) -> int:
         """:meth:`hashes` of one."""
         value = sum([word * factor for word, factor in zip(self._layout.unpack(id), _FACTORS, strict=False)]) & _ALL
         value = ((value ^ value >> 32) * MIX) & _ALL
@@ -188,6 +188,24 @@ class IdTable(RowStore):
         self._marks.reshape(-1)[at] = np.where(ends, EMPTY, GONE)
         self._live -= len(rows)
         self._gone += len(rows) - int(ends.sum())
+
+    def hide_one(self, row: int) -> None:
+        """:meth:`hide` of one."""
+        bucket, step = self.hash_one(self._id_cells[self.width * row : self.width * (row + 1)]), 0
+        while True:
+            bucket &= len(self._marks) - 1
+            marks = self._marks[bucket].tolist()
+            for i, place in enumerate(self._places[bucket].tolist()):
+                if place == row and marks[i] > GONE:
+                    ends = EMPTY in marks  # as in :meth:`hide`
+                    self._marks[bucket, i] = EMPTY if ends else GONE
+                    self._live -= 1
+                    self._gone += not ends
+                    return
+            step += 1
+            if step > len(self._marks):
+                raise Inconsistent("a row is removed whose id is absent")
+            bucket += step
 
     def remove(self, rows: Rows) -> None:
         """Hide and free."""

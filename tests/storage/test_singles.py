@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache_ray.storage.descriptors import EXISTS, GRANTED
+from hicache_ray.storage.ids import unpacked
 from hicache_ray.storage.index import ArenaIndex, Limits
 from hicache_ray.storage.slabs import BLOCK, SlabMap
 from tests.storage.conftest import FakeClock
@@ -78,20 +80,22 @@ def _state(index: ArenaIndex) -> dict[str, Any]:
 STEPS = st.tuples(
     st.sampled_from(["reserve", "reserve", "seal", "lease", "release", "lookup", "drop", "clear", "later", "two"]),
     st.integers(0, 9),
-    st.sampled_from(SIZES),
+    st.sampled_from((*SIZES, BLOCK, BLOCK)),
     st.sampled_from([ME, OTHER]),
     st.booleans(),
 )
 LIMITS = st.sampled_from([Limits(10.0, 10.0), Limits(10.0, 10.0, pending_bytes=2 * BLOCK), Limits(10.0, 10.0, None, {"t": 2 * BLOCK})])
 
 
-@given(limits=LIMITS, named=st.booleans(), steps=st.lists(STEPS, max_size=40))
+@given(limits=LIMITS, named=st.booleans(), full=st.booleans(), steps=st.lists(STEPS, max_size=40))
 @settings(max_examples=400, derandomize=True, deadline=None)
-def test_both_ways_come_to_the_same(limits: Limits, named: bool, steps: list[tuple[str, int, int, int, bool]]) -> None:
+def test_both_ways_come_to_the_same(limits: Limits, named: bool, full: bool, steps: list[tuple[str, int, int, int, bool]]) -> None:
     twins = Twins(limits)
     if named:
         for index in twins.both:
             index.assign(TENANT, "t")
+    for number in range(SLABS if full else 0):
+        _put(twins, 20 + number)
     for what, number, size, owner, flag in steps:
         _step(twins, what, number, size, owner, flag)
 
@@ -127,6 +131,31 @@ def _step(twins: Twins, what: str, number: int, size: int, owner: int, flag: boo
         twins.ask("clear", name(number)[:1] if number else b"")
     elif what == "later":
         twins.clock.now += number / 2
+
+
+def test_a_full_arena_gives_its_oldest_object_for_one_more() -> None:
+    """What was used, leased or found meanwhile is passed over; so is everything once a run of another class is colder."""
+    twins = Twins(Limits(10.0, 10.0))
+    for index in twins.both:
+        index.lost = []
+    for number in range(SLABS):
+        assert _put(twins, number)
+    lent = twins.ask("lease_one", name(0), ME, 5.0)
+    assert twins.ask("reserve_one", name(1), BLOCK, ME, 5.0).outcome == EXISTS
+    assert _put(twins, 6) and _put(twins, 7)  # in the places of 2 and 3
+    twins.ask("release", lent.id, 0)
+    assert _put(twins, 8) and _put(twins, 9)
+    for index in twins.both:
+        assert [id for part in index.lost or [] for id in unpacked(part)] == [name(n) for n in (2, 3, 4, 5)]
+        assert sorted(index.ids()) == sorted(name(n) for n in (0, 1, 6, 7, 8, 9))
+        assert (index.counters.evictions, index.counters.puts, index.counters.put_refused) == (4, 10, 0)
+    assert _put(twins, 10, 3 * BLOCK)  # has no class of its own yet
+    assert _put(twins, 11) and twins.both[0].objects == 4
+
+
+def _put(twins: Twins, number: int, size: int = BLOCK) -> bool:
+    held = twins.ask("reserve_one", name(number), size, ME, 5.0)
+    return bool(held.outcome == GRANTED and twins.ask("seal_one", held.id, number, ME) == 1)
 
 
 def test_the_serial_of_a_row_goes_on_from_its_end() -> None:

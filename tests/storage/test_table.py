@@ -45,17 +45,21 @@ class Tables(RuleBasedStateMachine):
         self.table["number"][rows] = fresh
         self.twin.update({name(n): row for n, row in zip(fresh, rows.tolist(), strict=True)})
 
-    @rule(numbers=NUMBERS, hide=st.booleans())
-    def remove(self, numbers: list[int], hide: bool) -> None:
+    @rule(numbers=NUMBERS, hide=st.sampled_from(["", "all", "one by one"]))
+    def remove(self, numbers: list[int], hide: str) -> None:
         rows = [self.twin.pop(name(n)) for n in numbers if name(n) in self.twin]
         if hide:
-            self.table.hide(np.array(rows, np.int64))
+            for row in rows if hide == "one by one" else []:
+                self.table.hide_one(row)
+            self.table.hide(np.array([] if hide == "one by one" else rows, np.int64))
             self.hidden += rows
         else:
             self.table.remove(np.array(rows, np.int64))
 
-    @rule()
-    def free(self) -> None:
+    @rule(one=st.booleans())
+    def free(self, one: bool) -> None:
+        if one and self.hidden:
+            self.table.free_one(self.hidden.pop())
         self.table.free(np.array(self.hidden, np.int64))
         self.hidden.clear()
 
