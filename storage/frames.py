@@ -19,6 +19,7 @@ from hicache_ray.storage.wire import Frame, Splitter
 _RECV = 128 << 10
 _SEND = 64 << 10  # bytes of one call: the system's timeout is one of each part that it queues, not of the call
 _RECEIVING, _SENDING, _NO_SIGNAL = int(socket.SO_RCVTIMEO), int(socket.SO_SNDTIMEO), int(socket.MSG_NOSIGNAL)
+_AT_ONCE = _NO_SIGNAL | int(socket.MSG_DONTWAIT)
 _TIMEVAL = struct.Struct("ll")
 _ROUND, _SLACK = 0.9, 4.0
 
@@ -41,6 +42,14 @@ class FrameSocket:
 
     def send(self, frame: bytes, until: float) -> None:
         rest: bytes | memoryview = frame
+        if len(frame) <= _SEND:
+            try:
+                count = self._sock.send(frame, _AT_ONCE)  # nearly always there is room for it, and no need to bound a wait
+            except BlockingIOError:
+                count = 0
+            if count == len(frame):
+                return
+            rest = memoryview(frame)[count:]
         while True:
             self._allow(_SENDING, until)
             part = rest if len(rest) <= _SEND else memoryview(rest)[:_SEND]

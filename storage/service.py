@@ -23,7 +23,7 @@ from hicache_ray.storage.arena import Arena, ArenaAddress, ArenaConfig
 from hicache_ray.storage.frames import hang_up
 from hicache_ray.storage.membership import ALONE
 from hicache_ray.storage.node import NodeStore
-from hicache_ray.storage.service_single import ONES, answer_one
+from hicache_ray.storage.service_single import ONES
 from hicache_ray.storage.serving import Handler, Log
 from hicache_ray.storage.threads import begin, join_all
 from hicache_ray.storage.wire import Kind, Reader, WireError
@@ -191,8 +191,9 @@ class ArenaService:
     def answer(self, kind: int, reader: Reader, handler: Handler) -> bytes:
         """Body of the reply. Raises WireError for a bad body, StoreError for a refusal."""
         node = self.node
-        if kind in ONES and (one := answer_one(kind, reader, node, handler.number, self.config.back_s)) is not None:
-            return one
+        one = ONES.get(kind)
+        if one is not None and (body := one(reader, node, handler.number, self.config.back_s)) is not None:
+            return body
         if kind == Kind.LOOKUP:
             keys, tags = messages.unpack_lookup(reader)
             reader.end()

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hicache_ray.storage import messages
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.wire import Kind, Reader
 
-ONES = frozenset((int(Kind.RESERVE), int(Kind.SEAL), int(Kind.LEASE)))
 
-
-def answer_one(kind: int, reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
-    """Body of the reply to a message of one of the kinds ``ONES``; None, and nothing done, where it is not about one object."""
-    if kind == Kind.RESERVE:
-        return _reserve(reader, node, owner) if reader.size == messages.ASK_RESERVE_ONE.size else None
-    if kind == Kind.SEAL:
-        return _seal(reader, node, owner) if reader.size == messages.SEAL_ONE.size else None
-    return _lease(reader, node, owner, back_s) if reader.size == messages.ASK_LEASE_ONE.size else None
-
-
-def _reserve(reader: Reader, node: NodeStore, owner: int) -> bytes | None:
+def _reserve(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
+    if reader.size != messages.ASK_RESERVE_ONE.size:
+        return None
     count, id, length, seconds = reader.only(messages.ASK_RESERVE_ONE)
     if count != 1:
         return None
     return messages.RESERVATION_ONE.pack(*node.reserve_one(id, length, owner, messages.require_seconds(seconds)))
 
 
-def _seal(reader: Reader, node: NodeStore, owner: int) -> bytes | None:
+def _seal(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
+    if reader.size != messages.SEAL_ONE.size:
+        return None
     reservation, count, done, checksum = reader.only(messages.SEAL_ONE)
     if count != 1 or done != 1:
         return None
@@ -33,6 +28,8 @@ def _seal(reader: Reader, node: NodeStore, owner: int) -> bytes | None:
 
 
 def _lease(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
+    if reader.size != messages.ASK_LEASE_ONE.size:
+        return None
     count, id, seconds = reader.only(messages.ASK_LEASE_ONE)
     if count != 1:
         return None
@@ -40,3 +37,11 @@ def _lease(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes 
     if loan is None:
         return messages.MISS_ONE.pack(lease, seconds, 0)
     return messages.LEASE_ONE.pack(lease, seconds, 1, *loan)
+
+
+#: By kind: the body of the reply to a message, for connection ``owner``; None, and nothing done, where it is not about one object.
+ONES: dict[int, Callable[[Reader, NodeStore, int, float], bytes | None]] = {
+    int(Kind.RESERVE): _reserve,
+    int(Kind.SEAL): _seal,
+    int(Kind.LEASE): _lease,
+}

@@ -16,8 +16,9 @@ from hicache_ray.storage.arena import Arena, ArenaConfig
 from hicache_ray.storage.frames import FrameSocket, now
 from hicache_ray.storage.ids import ID_BYTES
 from hicache_ray.storage.node import NodeStore
-from hicache_ray.storage.wire import Frame, Kind, Reader, WireError
+from hicache_ray.storage.wire import REPLY, Frame, Kind, Reader, WireError, encode
 
+_RELEASE = int(Kind.RELEASE)  # looking into the enum costs more than the comparison
 log = logging.getLogger("hicache_ray.storage")
 
 
@@ -112,8 +113,8 @@ class Handler:
         except StoreError as error:
             self._reply(Kind.ERROR, frame.request, str(error).encode())
             return
-        if frame.kind != Kind.RELEASE:
+        if frame.kind != _RELEASE:
             self._reply(frame.kind, frame.request, body)
 
     def _reply(self, kind: int, request: int, body: bytes) -> None:
-        self._frames.send(wire.encode(kind | wire.REPLY, request, body), now() + self._patience_s)
+        self._frames.send(encode(kind | REPLY, request, body), now() + self._patience_s)

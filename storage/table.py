@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from operator import mul
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -83,7 +84,7 @@ class IdTable(RowStore):
 
     def hash_one(self, id: bytes | memoryview) -> int:
         """:meth:`hashes` of one."""
-        value = sum([word * factor for word, factor in zip(self._layout.unpack(id), _FACTORS, strict=False)]) & _ALL
+        value = sum(map(mul, self._layout.unpack(id), _FACTORS)) & _ALL
         value = ((value ^ value >> 32) * MIX) & _ALL
         return value ^ value >> 32
 
@@ -124,11 +125,13 @@ class IdTable(RowStore):
         mask, bucket, mark, step = len(self._marks) - 1, value, value >> 32 | 2, 0
         while True:
             bucket &= mask
-            marks = self._marks[bucket].tolist()
+            marks = self._mark_cells[BUCKET * bucket : BUCKET * (bucket + 1)].tolist()
             if mark in marks:
                 for i in range(BUCKET):
-                    if marks[i] == mark and self._ids[row := int(self._places[bucket, i])].tobytes() == id:
-                        return row
+                    if marks[i] == mark:
+                        row = self._place_cells[BUCKET * bucket + i]
+                        if self._id_cells[self.width * row : self.width * (row + 1)] == id:
+                            return row
             if EMPTY in marks:
                 return -1
             step += 1
@@ -194,11 +197,12 @@ class IdTable(RowStore):
         bucket, step = self.hash_one(self._id_cells[self.width * row : self.width * (row + 1)]), 0
         while True:
             bucket &= len(self._marks) - 1
-            marks = self._marks[bucket].tolist()
-            for i, place in enumerate(self._places[bucket].tolist()):
+            here = slice(BUCKET * bucket, BUCKET * (bucket + 1))
+            marks = self._mark_cells[here].tolist()
+            for i, place in enumerate(self._place_cells[here].tolist()):
                 if place == row and marks[i] > GONE:
                     ends = EMPTY in marks  # as in :meth:`hide`
-                    self._marks[bucket, i] = EMPTY if ends else GONE
+                    self._mark_cells[here.start + i] = EMPTY if ends else GONE
                     self._live -= 1
                     self._gone += not ends
                     return
@@ -307,13 +311,13 @@ class IdTable(RowStore):
 
     def _insert_one(self, row: int, value: int) -> None:
         bucket, step = value & (len(self._marks) - 1), 0
-        while (least := min(marks := self._marks[bucket].tolist())) > GONE:
+        while (least := min(marks := self._mark_cells[BUCKET * bucket : BUCKET * (bucket + 1)].tolist())) > GONE:
             step += 1
             bucket = (bucket + step) & (len(self._marks) - 1)
         at = marks.index(least)
         self._gone -= least == GONE
-        self._marks[bucket, at] = value >> 32 | 2
-        self._places[bucket, at] = row
+        self._mark_cells[BUCKET * bucket + at] = value >> 32 | 2
+        self._place_cells[BUCKET * bucket + at] = row
 
     def _split(self, hashes: Words) -> tuple[Rows, Marks]:
         """(bucket, mark) of each. ``hashes``: not a part of another array."""
@@ -336,6 +340,8 @@ class IdTable(RowStore):
         self._mask = np.uint64(count - 1)
         self._marks = np.zeros((count, BUCKET), np.uint32)
         self._places = np.zeros((count, BUCKET), np.int32)
+        # The same, for one number at a time: see :attr:`RowStore.cells`.
+        self._mark_cells, self._place_cells = memoryview(self._marks.reshape(-1)), memoryview(self._places.reshape(-1))  # type: ignore[arg-type]
 
 
 def _mixed(hashes: Words) -> Words:
