@@ -11,7 +11,7 @@ from hicache_ray.errors import StoreError
 from hicache_ray.storage import bits, messages, wire
 from hicache_ray.storage.addresses import Views, place_of, views_of
 from hicache_ray.storage.arena import ArenaAddress
-from hicache_ray.storage.client_single import MARGIN_S, Call, get_one, put_one, release, sealing
+from hicache_ray.storage.client_single import MARGIN_S, get_one, put_one, release, sealing
 from hicache_ray.storage.connection import Connection, Deadline
 from hicache_ray.storage.copying import Copier
 from hicache_ray.storage.descriptors import EXISTS
@@ -65,8 +65,7 @@ class ArenaClient:
         if len(ids) == 1:
             source = place_of(sources[0])
             with self._session.asking(timeout_s) as (connection, deadline):
-                call = Call(connection, deadline, self._copier, self._clock)
-                return int(put_one(call, ids[0], source))
+                return int(put_one(connection, deadline, self._copier, ids[0], source))
         first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # of equal ids the first counts
         unique = list(dict.fromkeys(ids))
         views = views_of(sources if len(unique) == len(ids) else [sources[first[id]] for id in unique])
@@ -85,8 +84,7 @@ class ArenaClient:
         if len(ids) == 1:
             target = place_of(targets[0], writable=True)
             with self._session.asking(timeout_s) as (connection, deadline):
-                call = Call(connection, deadline, self._copier, self._clock)
-                return int(get_one(call, ids[0], target))
+                return int(get_one(connection, deadline, self._copier, ids[0], target))
         views = views_of(targets, writable=True)
         verified = 0
         with self._session.asking(timeout_s) as (connection, deadline):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage import messages
@@ -27,19 +26,10 @@ _YES = b"\1"  # the answer to a seal of one
 RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease runs out by itself
 
 
-class Call(NamedTuple):
-    """What a call goes through."""
-
-    connection: Connection
-    deadline: Deadline
-    copier: Copier
-    clock: Callable[[], float]
-
-
-def put_one(call: Call, id: bytes, source: Place) -> bool:
+def put_one(connection: Connection, deadline: Deadline, copier: Copier, id: bytes, source: Place) -> bool:
     """Reserve, copy, seal: is the object visible then?"""
-    connection, deadline, copier, clock = call
-    memory, size, asked = connection.mapped, source.size, clock()
+    memory, size, clock = connection.mapped, source.size, deadline.clock
+    asked = clock()
     left = deadline.left_at(asked)
     ask = messages.ASK_RESERVE_ONE.pack(1, id, size, left + MARGIN_S)
     reply = connection.exchange(_RESERVE, ask, now() + left)
@@ -59,10 +49,10 @@ def put_one(call: Call, id: bytes, source: Place) -> bool:
         raise
 
 
-def get_one(call: Call, id: bytes, target: Place) -> bool:
+def get_one(connection: Connection, deadline: Deadline, copier: Copier, id: bytes, target: Place) -> bool:
     """Lease, copy, verify, release. Raises as the get of many does."""
-    connection, deadline, copier, clock = call
-    memory, asked = connection.mapped, clock()
+    memory, clock = connection.mapped, deadline.clock
+    asked = clock()
     left = deadline.left_at(asked)
     reply = connection.exchange(_LEASE, messages.ASK_LEASE_ONE.pack(1, id, left + MARGIN_S), now() + left)
     if len(reply) == messages.MISS_ONE.size:

@@ -88,20 +88,23 @@ class Connection:
     def exchange(self, kind: int, body: bytes, until: float) -> bytes:
         """:meth:`call`, until a point on :func:`~hicache_ray.storage.frames.now`; the body of the answer."""
         try:
+            frames, asked = self._frames, (self._request + 1) & 0xFFFFFFFF
+            question = wire.encode(kind, asked, body)
+            self.clean, self._request = False, asked
             try:
-                self._send(kind, body, until)
+                frames.send(question, until)
             except BrokenPipeError:  # the service has hung up; perhaps it has said why
                 pass
-            frame = self._frames.receive(until)
+            frame = frames.receive(until)
         except OSError as error:
             raise self._translated(error) from error
         if frame is None:
             raise StoreClosed(f"the arena's service at {self._path} hung up")
         found, request, answer = frame
-        if found != kind or request != self._request:
+        if found != kind or request != asked:
             if found != Kind.ERROR:
                 raise WireError("the answer belongs to another question")
-            self.clean = request == self._request
+            self.clean = request == asked
             raise Refused(f"the arena's service refused: {messages.text(answer)}")
         self.clean = True
         return answer
@@ -110,7 +113,9 @@ class Connection:
         """Send what has no answer."""
         until = now() + deadline.left()
         try:
-            self._send(kind, body, until)
+            question = wire.encode(kind, (self._request + 1) & 0xFFFFFFFF, body)
+            self.clean, self._request = False, (self._request + 1) & 0xFFFFFFFF
+            self._frames.send(question, until)
         except OSError as error:
             raise self._translated(error) from error
         self.clean = True
@@ -124,12 +129,6 @@ class Connection:
         self.clean = False
         self._frames.close()
         self.segment = None
-
-    def _send(self, kind: int, body: bytes, until: float) -> None:
-        request = (self._request + 1) & 0xFFFFFFFF
-        frame = wire.encode(kind, request, body)
-        self.clean, self._request = False, request
-        self._frames.send(frame, until)
 
     def _translated(self, error: OSError) -> StoreError:
         if isinstance(error, TimeoutError):

@@ -63,25 +63,27 @@ class FrameSocket:
 
     def receive(self, until: float) -> Frame | None:
         """The next frame; None at the end of the stream."""
-        if not self._splitter:
+        splitter = self._splitter
+        if not splitter:
             count = self._read(until)
-            if not count or (frame := self._taken(count)) is not None:
+            if not count or (frame := splitter.taken(self._view, count)) is not None:
                 return frame if count else None
-        while (frame := self._splitter.next()) is None:
+        while (frame := splitter.next()) is None:
             count = self._read(until)
             if not count:
                 return None
-            self._splitter.feed(bytes(self._view[:count]))
+            splitter.feed(bytes(self._view[:count]))
         return frame
 
     def receive_some_time(self, seconds: float) -> Frame | None:
         """The same where nobody waits for a frame, but one that has begun must be whole within ``seconds``."""
-        while not self._splitter:
+        splitter = self._splitter
+        while not splitter:
             try:
                 count = self._read(now() + seconds)
             except TimeoutError:
                 continue
-            if not count or (frame := self._taken(count)) is not None:
+            if not count or (frame := splitter.taken(self._view, count)) is not None:
                 return frame if count else None
         return self.receive(now() + seconds)
 
@@ -102,13 +104,6 @@ class FrameSocket:
                 return self._sock.recv_into(self._buffer)
             except BlockingIOError:
                 continue
-
-    def _taken(self, count: int) -> Frame | None:
-        """The frame that was read where nothing was begun. None where it is not just one whole frame: the splitter has it then."""
-        frame = self._splitter.whole(self._view, count)
-        if frame is None:
-            self._splitter.feed(bytes(self._view[:count]))
-        return frame
 
     def _allow(self, option: int, until: float) -> None:
         """Let the system wait no longer than that. It may wake us earlier: the timeout of the last call is left where it does no harm.

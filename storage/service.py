@@ -190,7 +190,7 @@ class ArenaService:
 
     def answer(self, kind: int, reader: Reader, handler: Handler) -> bytes:
         """Body of the reply. Raises WireError for a bad body, StoreError for a refusal."""
-        node = self.node
+        node = self._node or self.node  # which raises, where there is none
         one = ONES.get(kind)
         if one is not None and (body := one(reader, node, handler.number, self.config.back_s)) is not None:
             return body

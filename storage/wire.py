@@ -81,16 +81,16 @@ class Splitter:
         else:
             self._pending = bytearray(self._pending) + data
 
-    def whole(self, data: memoryview, count: int) -> Frame | None:
-        """The frame that the first ``count`` bytes of ``data`` are, where no frame is begun and they are one frame and no more: nearly
-        always. None, and nothing done, where that is not so, or something is wrong with it."""
-        if self._pending or count < HEADER.size:
-            return None
-        magic, version, kind, request, length = HEADER.unpack_from(data)
-        kind ^= self._flag
-        if HEADER.size + length != count or magic != MAGIC or version != VERSION or kind not in KINDS:
-            return None
-        return Frame(kind, request, bytes(data[HEADER.size : count]))
+    def taken(self, data: memoryview, count: int) -> Frame | None:
+        """The first ``count`` bytes of ``data``, where they are one good frame and no more, and none is begun: nearly always. Else None:
+        they are fed."""
+        if not self._pending and count >= HEADER.size:
+            magic, version, kind, request, length = HEADER.unpack_from(data)
+            kind ^= self._flag
+            if HEADER.size + length == count and magic == MAGIC and version == VERSION and kind in KINDS:
+                return Frame(kind, request, bytes(data[HEADER.size : count]))
+        self.feed(bytes(data[:count]))
+        return None
 
     def __bool__(self) -> bool:
         """Is a frame begun?"""
