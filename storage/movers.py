@@ -121,8 +121,10 @@ class KernelMover:
     def move(self, batch: Batch, checksums: U64, at: Ints, end: int, budget: int) -> None:
         begin = at.item(0)
         self._function(batch.sources, batch.targets, batch.sizes, checksums, self._address, at, end, budget, batch.stream)
+        if len(batch.sizes) == 1 and batch.sizes.item(0) > self._short:
+            return
         sizes = batch.sizes[begin : at.item(0)]
-        if not len(sizes) or (sizes.item(0) if len(sizes) == 1 else sizes.min()) > self._short:
+        if not len(sizes) or sizes.min() > self._short:
             return
         for i in begin + np.flatnonzero(sizes <= self._short):
             address = (batch.sources if batch.of_source else batch.targets)[i]

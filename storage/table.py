@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import struct
 import sys
-from operator import mul
 from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import Any, TypeAlias
 
 import numpy as np

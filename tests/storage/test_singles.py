@@ -142,15 +142,16 @@ def test_a_full_arena_gives_its_oldest_object_for_one_more() -> None:
         assert _put(twins, number)
     lent = twins.ask("lease_one", name(0), ME, 5.0)
     assert twins.ask("reserve_one", name(1), BLOCK, ME, 5.0).outcome == EXISTS
-    assert _put(twins, 6) and _put(twins, 7)  # in the places of 2 and 3
+    assert [_put(twins, number) for number in (6, 7)] == [True, True]  # in the places of 2 and 3
     twins.ask("release", lent.id, 0)
-    assert _put(twins, 8) and _put(twins, 9)
+    assert [_put(twins, number) for number in (8, 9)] == [True, True]
     for index in twins.both:
         assert [id for part in index.lost or [] for id in unpacked(part)] == [name(n) for n in (2, 3, 4, 5)]
         assert sorted(index.ids()) == sorted(name(n) for n in (0, 1, 6, 7, 8, 9))
         assert (index.counters.evictions, index.counters.puts, index.counters.put_refused) == (4, 10, 0)
     assert _put(twins, 10, 3 * BLOCK)  # has no class of its own yet
-    assert _put(twins, 11) and twins.both[0].objects == 4
+    assert _put(twins, 11)
+    assert twins.both[0].objects == 4
 
 
 def _put(twins: Twins, number: int, size: int = BLOCK) -> bool:
