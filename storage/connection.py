@@ -91,7 +91,7 @@ class Connection:
             frames, asked = self._frames, (self._request + 1) & 0xFFFFFFFF
             question = wire.encode(kind, asked, body)
             self.clean, self._request = False, asked
-            try:  # noqa: SIM105: the other way costs more than the call
+            try:  # noqa: SIM105 (the other way costs more than the message)
                 frames.send(question, until)
             except BrokenPipeError:  # the service has hung up; perhaps it has said why
                 pass
