@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from hicache_ray.storage import ArenaClient, ArenaService, messages
-from hicache_ray.storage.connection import Connection, Deadline
+from hicache_ray.storage.connection import Connection
 from hicache_ray.storage.descriptors import Lease, Loan, Outcome, Reservation
 from hicache_ray.storage.places import require_inside, unchanged
 from hicache_ray.storage.segment import Segment
-from hicache_ray.storage.wire import Kind, Reader, WireError
+from hicache_ray.storage.wire import Kind, WireError
 from tests.storage.conftest import PAGES
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, put
 
@@ -38,18 +38,18 @@ def test_memory_outside_of_the_segment_is_refused(memory: Segment, offset: int, 
 def test_a_service_that_lies_reaches_no_memory(client: ArenaClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is refused before a byte moves, and the connection is given up."""
     put(client, [1])
-    call = Connection.call
+    exchange = Connection.exchange
 
-    def lying(self: Connection, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
-        reader = call(self, kind, body, deadline)
-        if kind is Kind.RESERVE:
+    def lying(self: Connection, kind: int, body: bytes, until: float) -> bytes:
+        answer = exchange(self, kind, body, until)
+        if kind == Kind.RESERVE:
             outcomes = np.array([Outcome.GRANTED], np.uint8)
-            return Reader(messages.pack_reservation(Reservation(1, 10.0, outcomes, words(SIZE))))
-        if kind is Kind.LEASE:
-            return Reader(messages.pack_lease(Lease(1, 10.0, np.array([True]), words(SIZE - 64, PAGE, 0, 0).reshape(1, 4))))
-        return reader
+            return messages.pack_reservation(Reservation(1, 10.0, outcomes, words(SIZE)))
+        if kind == Kind.LEASE:
+            return messages.pack_lease(Lease(1, 10.0, np.array([True]), words(SIZE - 64, PAGE, 0, 0).reshape(1, 4)))
+        return answer
 
-    monkeypatch.setattr(Connection, "call", lying)
+    monkeypatch.setattr(Connection, "exchange", lying)
     target = np.zeros(PAGE, np.uint8)
     with pytest.raises(WireError, match="outside of its segment"):
         client.get([name(1)], [target], TIMEOUT_S)
