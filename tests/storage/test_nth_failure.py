@@ -12,6 +12,7 @@ from hicache_ray.errors import StoreError, StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultyStore, MemoryStore
 from hicache_ray.storage.connection import Connection
 from hicache_ray.storage.faults import ANY, FAULTS
+from hicache_ray.storage.wire import Kind
 from hicache_ray.store import Store
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, present, put
@@ -107,8 +108,8 @@ class Wire:
     lose: str = "question"
     kinds: list[str] = field(default_factory=list)
 
-    def around(self, kind: Any, send: Callable[[], Any]) -> Any:
-        self.kinds.append(kind.name)
+    def around(self, kind: int, send: Callable[[], Any]) -> Any:
+        self.kinds.append(Kind(kind).name)
         hit = len(self.kinds) == self.nth
         if hit and self.lose == "question":
             raise StoreTimeout("injected: lost on the way there")
@@ -120,15 +121,15 @@ class Wire:
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    found, call, tell = Wire(), Connection.call, Connection.tell
+    found, exchange, tell = Wire(), Connection.exchange, Connection.tell
 
-    def lossy_call(self: Connection, kind: Any, *args: Any) -> Any:
-        return found.around(kind, lambda: call(self, kind, *args))
+    def lossy_exchange(self: Connection, kind: int, *args: Any) -> Any:
+        return found.around(kind, lambda: exchange(self, kind, *args))
 
-    def lossy_tell(self: Connection, kind: Any, *args: Any) -> Any:
+    def lossy_tell(self: Connection, kind: int, *args: Any) -> Any:
         return found.around(kind, lambda: tell(self, kind, *args))
 
-    monkeypatch.setattr(Connection, "call", lossy_call)
+    monkeypatch.setattr(Connection, "exchange", lossy_exchange)
     monkeypatch.setattr(Connection, "tell", lossy_tell)
     return found
 
