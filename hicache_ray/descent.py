@@ -150,13 +150,14 @@ class Descent(Persist):
         there = self._cached(place, path)
         return there[self.res.index.durable(place, there) & self.res.idle(place, there)]
 
-    def room(self, tier: Tier, need: Mapping[str, int]) -> Story:
+    def room(self, tier: Tier, need: Mapping[str, int], until: float | None = None) -> Story:
         """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room.
 
-        Where the host is too small for it L3 takes what it can in ``prefetch_base_s``; nobody waits longer for that, the rest is lost.
+        Where the host is too small for it L3 takes what it can ``until`` then, on the group's clock (in ``prefetch_base_s`` from now);
+        nobody waits longer for that, the rest is lost.
         """
         tried: set[tuple[str, bytes]] = set()
-        until = self.res.now() + self.settings.prefetch_base_s
+        until = self.res.now() + self.settings.prefetch_base_s if until is None else until
         while True:
             victims = evict.choose(self.res, tier, need)
             if victims is None:
