@@ -21,7 +21,7 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path
 from hicache_ray.settings import Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import Tier
-from hicache_ray.story import Story, Wait
+from hicache_ray.story import Pause, Story, Wait
 
 #: Pages of one component that go down in the background at once: requests' own copies come between.
 WRITE_DOWN_PAGES = 64
@@ -175,7 +175,8 @@ class Descent(Persist):
         """Device pages on their way out go to the host, as many as it has room for, and from there to L3.
 
         ``tried`` gains what need not be rescued any more. Where the host is too small for all at once and L3 takes what it is given, the
-        rest is left for another round; ``until``: how long L3 may take for that, on the group's clock.
+        rest is left for another round, and all of it where what L3 is being given holds the host; ``until``: how long L3 may take for
+        that, on the group's clock.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
         keys = tuple(dict.fromkeys(k for some in names.values() for k in reversed(some)))  # what is written first is of use alone
@@ -189,6 +190,9 @@ class Descent(Persist):
             taken.append(Part(component, Tier.DEVICE, np.asarray([where[k] for k in take], dtype=np.int32)))
             left |= {(component, self.res.index.key(e)) for e in self._not_sealed(component, rest).tolist()}
             tried |= {(component, k) for k in some} - left
+        if left and not any(len(p.pages) for p in taken) and self.persisting and until < math.inf and self._left(until) > 0:
+            yield Pause(Wait.ROOM, until)
+            return
         yield from self._copy_down(taken, path, own)
         for component, some in names.items():  # they arrive in the order in which they have left
             self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), Path(tuple(some))))

@@ -20,7 +20,7 @@ from hicache_ray.residency import LOCAL, Residency
 from hicache_ray.resume import Limit, Match, Part, Plan
 from hicache_ray.settings import PrefetchPolicy, Settings
 from hicache_ray.spec import Kind, Tier
-from hicache_ray.story import Job, Phase, Story, Wait
+from hicache_ray.story import Job, Pause, Phase, Story, Wait
 from hicache_ray.why import Evidence
 
 
@@ -166,7 +166,7 @@ class Restore(Asking):
 
     # -- L2 to L1 -----------------------------------------------------------------------------------------------------------------
 
-    def load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:
+    def load(self, job: Job) -> Generator[Record | Wait | Pause, Merged, Plan]:
         """L2 to L1 for the longest resume that L1 and L2 allow now; make room for the rest of the request as well.
 
         What the plan uses is on the device and leased when it returns, and nothing on the host. Where something was dropped in between, or
@@ -185,7 +185,7 @@ class Restore(Asking):
         job.leases[:] = [lease for lease in job.leases if lease.place[0] is not Tier.HOST]
         return resumed
 
-    def _load(self, job: Job, until: float) -> Generator[Record | Wait, Merged, Plan | None]:
+    def _load(self, job: Job, until: float) -> Generator[Record | Wait | Pause, Merged, Plan | None]:
         """One round; None where what it has planned with is gone."""
         era, found = self.res.era, self.match(job)
         k = found.longest(*LOCAL) if self.cost is None else self.cost.local(found, len(job.request.tokens))
@@ -226,7 +226,7 @@ class Restore(Asking):
         shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens, job.fork)
         return compute.need(self.spec, self.settings, shape)
 
-    def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
+    def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait | Pause, Merged, Plan]:
         """A copy has failed: go on with what the device alone offers, and make room for what must be computed instead."""
         shorter = min(device.longest(Tier.DEVICE), wanted.length)
         kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}

@@ -147,3 +147,34 @@ def test_a_running_request_leases_nothing_on_the_host() -> None:
     steps.settle()
     assert stack.served["r"] == Served(0, 64 * PAGES, 0, 1)
     at_rest(stack)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_leaves_the_device_waits_for_the_pages_that_storage_is_being_given(answers: bool) -> None:
+    """A fills the host and is on its way to L3 when D has to leave as well: D is kept until there is room, but not for ever."""
+    stack = Stack(pools={"full": full()}, write_policy="write_back", l1=PAGES + 1, l2=PAGES, settings={"prefetch_base_s": 1.5})
+    stack.put(A)
+    stack.settle()
+    stack.begin(D, "d")
+    steps = Steps(stack)
+    write = steps.until(lambda e: is_move(e, Tier.HOST, Tier.STORAGE))
+    steps.run()
+    assert stack.served["d"].computed == len(D)
+    began = stack.clock()
+    stack.begin(E, "e")
+    steps.run()
+    assert stack.res.pools[(Tier.HOST, "full")].idle == 0
+    assert stack.group.next_deadline() == began + 1.5
+    if answers:
+        stack.run(write)
+    else:
+        stack.step(1.5)
+    steps.run()
+    assert stack.served["e"].computed == len(E)
+    if not answers:
+        stack.run(write)
+    steps.settle()
+    kept = stack.have("l2", "full", D) | stack.have("l3", "full", D)
+    assert (len(kept), stack.res.counters[(Tier.HOST, "full")].refused) == ((PAGES, 0) if answers else (0, PAGES))
+    assert stack.have("l3", "full", A) == set(range(PAGES))
+    at_rest(stack)
