@@ -88,7 +88,7 @@ class CoordinatorShell:
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.ranks = RankHandles(ranks)
         driver = Driver(cache, self.ranks, self.store, self.tags, group, self.explainer)
-        if not (self.attached and begun.attached):
+        if not self.attached or (self.driver is None and not begun.attached):  # ranks that joined without it may have got it since
             await self._detach(driver)
         await self._fences.apply(driver)
         self.driver = driver

@@ -231,6 +231,28 @@ def test_nothing_is_claimed_of_storage_that_is_detached() -> None:
     run(story())
 
 
+def test_storage_that_is_given_back_while_ranks_join_stays() -> None:
+    """They had joined without it and got it since; only a coordinator that is new has nothing but their word."""
+
+    async def story() -> None:
+        shell = coordinator(MemoryStore(1 << 20))
+        await adopt(shell)
+        await shell.detach_storage()
+        joined = Begun(2, attached=False)
+        await shell.attach_storage()
+        await shell.adopt([Handle(Rank())], joined)
+        assert shell.attached
+        assert shell.driver is not None
+        assert shell.driver.cache.res.storage
+        new = coordinator(MemoryStore(1 << 20), first=False)
+        await new.adopt([Handle(Rank())], joined)
+        assert not new.attached
+        assert new.driver is not None
+        assert not new.driver.cache.res.storage
+
+    run(story())
+
+
 @pytest.mark.parametrize(
     ("name", "replica"),
     [
