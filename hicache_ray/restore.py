@@ -178,6 +178,7 @@ class Restore(Asking):
             resumed = yield from self._load(job, until)
             if resumed is not None and era == self.res.era:
                 break
+            job.phase = Phase.READY
             self.res.leases.release_all(job.leases)
             job.leases.clear()
         host = [lease for lease in job.leases if lease.place[0] is Tier.HOST]
@@ -198,7 +199,10 @@ class Restore(Asking):
         for part in up:
             need[part.component] += len(part.pages)
         yield from self.descent.room(Tier.DEVICE, need, until)
-        if era != self.res.era or not self._on_host(found, up):
+        if era != self.res.era:
+            return None
+        if not self._on_host(found, up):
+            job.limit = Limit.HOST_ROOM
             return None
         if not up:
             return resumed

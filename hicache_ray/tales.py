@@ -135,7 +135,7 @@ class Tales:
     def _wait(self, tale: Tale, waits: Wait | Pause | Record) -> None:
         until = None
         if isinstance(waits, Pause):
-            waits, until = waits.wait, waits.until
+            until, waits = waits.until, waits.wait
         tale.waits = waits
         self._events += self.cache.events
         self.cache.events.clear()

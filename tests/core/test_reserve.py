@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hicache_ray.records import Compute, Move
+from hicache_ray.resume import Limit
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Served, Stack, full
 from tests.core.drive import Steps, all_bytes_are_right, at_rest, is_move, prompt
@@ -110,6 +111,7 @@ def test_a_request_that_loads_all_of_the_host_loses_no_page_that_leaves_the_devi
     assert stack.have("l2", "full", D) | stack.have("l3", "full", D) == set()
     stack.put(A, "r")
     assert stack.served["r"] == Served(0, 64 * (PAGES - 1), 0, 65)
+    assert stack._jobs["r"].limit is Limit.HOST_ROOM
     stack.settle()
     for tokens in (A, D):
         assert set().union(*(stack.have(tier, "full", tokens) for tier in ("l1", "l2", "l3"))) == set(range(PAGES))
@@ -177,4 +179,27 @@ def test_what_leaves_the_device_waits_for_the_pages_that_storage_is_being_given(
     kept = stack.have("l2", "full", D) | stack.have("l3", "full", D)
     assert (len(kept), stack.res.counters[(Tier.HOST, "full")].refused) == ((PAGES, 0) if answers else (0, PAGES))
     assert stack.have("l3", "full", A) == set(range(PAGES))
+    at_rest(stack)
+
+
+def test_what_leaves_the_device_waits_for_pages_that_are_on_their_way_to_the_host() -> None:
+    """The backup of A, which has been used twice, holds the host when D has to leave, which has been used once."""
+    settings = {"device_reserve": 0}
+    stack = Stack(pools={"full": full()}, write_policy="write_through_selective", l1=2 * PAGES + 1, l2=PAGES, settings=settings)
+    for tokens in (D, A):
+        stack.put(tokens)
+        stack.settle()
+    stack.begin(A, "again")
+    steps = Steps(stack)
+    copy = steps.until(lambda e: is_move(e, Tier.DEVICE, Tier.HOST))
+    steps.run()
+    stack.begin(E, "e")
+    steps.run()
+    assert "e" not in stack.served
+    stack.run(copy)
+    steps.settle()
+    assert stack.served["e"].computed == len(E)
+    for tokens in (A, D):
+        assert set().union(*(stack.have(tier, "full", tokens) for tier in ("l1", "l2", "l3"))) == set(range(PAGES))
+    assert stack.res.counters[(Tier.HOST, "full")].refused == 0
     at_rest(stack)
