@@ -30,8 +30,8 @@ _KEPT = 256
 class MissedClears:
     """For the node whose store is ``store`` and whose part of the directory, which knows the clears that did reach it, is ``index``.
 
-    ``away_s``: for how long, before now, the node had not been there. ``drop_s``: most that it takes to find and drop what was missed of one
-    node's clears. Not thread-safe.
+    ``away_s``: for how long, before now, the node had not been there. ``drop_s``: most that it takes to drop what it missed, according to
+    one node. Not thread-safe.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MissedClears:
         self._done: dict[bytes, float] = {}  # prefix -> when it was caught up with
 
     def catch_up(self, view: View, here: str, deadline: Deadline) -> None:
-        """Ask who was not seen for a moment, or not asked for a while. Who does not answer is asked again the next time, for as much more."""
+        """Ask who was not seen for a moment, or not asked for a while. Who does not answer is asked the next time, for as much more."""
         for member in view.alive:
             if member.node == here:
                 continue
