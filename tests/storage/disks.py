@@ -78,6 +78,11 @@ def sound(store: DiskStore) -> None:
     store.check()
 
 
+def no_memory(*_: object) -> None:
+    """Instead of ``np.empty``."""
+    raise MemoryError
+
+
 class CountingOs(DiskOs):
     """Counts calls by name, and asks ``strike`` before each: it may raise, or do worse."""
 
