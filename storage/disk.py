@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import disk_footer
+from hicache_ray.storage.checked import scratch
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.disk_files import DiskFiles
@@ -35,6 +34,7 @@ from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
 from hicache_ray.storage.disk_work import Batch, Workers
 from hicache_ray.storage.disk_write import Writer
 from hicache_ray.storage.ids import require_ids, require_keys
+from hicache_ray.storage.segment import Array
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 _CLOSE_S = 30.0
@@ -114,8 +114,9 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 found, size = self._leases.admit(self._index.take(ids))
-            reads = [None if item is None else Read(item, np.empty(item.length, np.uint8)) for item in found]
             try:
+                memory = self._memory(found)
+                reads = [None if item is None else Read(item, memory[i]) for i, item in enumerate(found)]
                 self._read([read for read in reads if read is not None], found, until)
             except BaseException:
                 with self._locked():
@@ -294,6 +295,15 @@ class DiskStore:
                 self._turn_off(error)
             elif done:
                 self._off = None
+
+    def _memory(self, found: Sequence[Found | None]) -> list[Array]:
+        """One buffer for each. Raises StoreError; they are released then."""
+        try:
+            return scratch([0 if item is None else item.length for item in found])
+        except StoreError:
+            with self._lock:
+                self._index.release(found)
+            raise
 
     def _read(self, reads: Sequence[Read], found: Sequence[Found | None], until: float) -> None:
         """Fill the targets; what does not fit is gone then. ``found`` stays pinned, or is released where this raises."""
