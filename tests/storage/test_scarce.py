@@ -9,6 +9,8 @@ import os
 import resource
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientConfig, MemoryStore
-from hicache_ray.storage.connection import Overloaded
+from hicache_ray.storage.connection import Deadline, Overloaded
 from hicache_ray.storage.lanes import Lane
 from hicache_ray.storage.loading import Loader
 from hicache_ray.storage.segment import Segment
@@ -215,6 +217,44 @@ def test_a_closed_connection_is_not_lent_again(service: ArenaService, connect: C
         for pair in others:
             for descriptor in pair:
                 os.close(descriptor)
+
+
+def test_a_connection_given_back_at_the_last_moment_is_taken(
+    service: ArenaService, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told of it as its own wait ends takes it: nobody else was told."""
+    client = connect(service.address, ClientConfig(connections=1))
+    assert put(client, [1]) == 1
+    pool, deadline = client._session._pool, Deadline.after(time.monotonic, TIMEOUT_S)
+    first = pool.take(deadline)
+
+    def late(seconds: float) -> bool:
+        pool.give_back(first, broken=False)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._turn, "wait", late)
+        assert pool.take(deadline) is first
+        patch.setattr(pool._turn, "wait", lambda seconds: False)
+        with pytest.raises(Overloaded):
+            pool.take(deadline)
+    pool.give_back(first, broken=False)
+    assert get(client, [1]) == {1}
+
+
+def test_a_lane_keeps_nothing_of_what_it_ran(nothing_left: None) -> None:
+    lane, gone = Lane("n1", 1), threading.Event()
+
+    def call() -> Callable[[], bool]:
+        def made() -> bool:
+            return True
+
+        weakref.finalize(made, gone.set)
+        return made
+
+    assert lane.submit(call).result(TIMEOUT_S)()
+    assert gone.wait(TIMEOUT_S)
+    lane.close(TIMEOUT_S)
 
 
 def test_a_no_of_the_service_costs_no_connection(service: ArenaService, connect: Connect) -> None:
