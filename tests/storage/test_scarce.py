@@ -22,11 +22,14 @@ from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientCo
 from hicache_ray.storage.connection import Deadline, Overloaded
 from hicache_ray.storage.lanes import Lane
 from hicache_ray.storage.loading import Loader
+from hicache_ray.storage.members import Member, Members
+from hicache_ray.storage.prober import Prober
 from hicache_ray.storage.segment import Segment
 from hicache_ray.storage.tcp import TcpClientConfig, TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.storage.tcp_server import TcpServer
 from hicache_ray.storage.threads import join_all
+from tests.storage.conftest import FakeClock
 from tests.storage.objects import CALLS, PAGE, TIMEOUT_S, get, name, page, put
 
 EAGER = ClientConfig(backoff_s=0.0, backoff_most_s=0.0, kernel="off")
@@ -159,6 +162,28 @@ def test_no_thread_for_a_lane(nothing_left: None, monkeypatch: pytest.MonkeyPatc
         lane.submit(lambda: 1)
     assert lane.submit(lambda: 2).result(TIMEOUT_S) == 2
     lane.close(TIMEOUT_S)
+
+
+def test_no_thread_for_a_ping(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was not asked has missed nothing, and the others are asked."""
+    members = Members(FakeClock())
+    for node in ("n0", "n1", "n2"):
+        members.join(Member(node, "1"))
+    asked: list[str] = []
+
+    def ping(member: Member, timeout_s: float) -> str:
+        asked.append(member.node)
+        raise StoreError("refused")
+
+    prober = Prober("n0", members, ping)
+    with no_threads(monkeypatch, "hicache-ping-n1"):
+        for _ in range(members.config.misses):
+            prober.step()
+    assert asked == ["n2"] * members.config.misses
+    assert [member.node for member in members.alive().alive] == ["n0", "n1"]
+    prober.step()
+    assert set(asked[members.config.misses :]) == {"n1", "n2"}
+    prober.close()
 
 
 def test_no_descriptor_to_accept_with(config: ArenaConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
