@@ -21,6 +21,7 @@ from hicache_ray.storage.disk_plan import Found, Placed, Plan
 from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment, require
 from hicache_ray.storage.disk_slots import SlotMap, mean_use, place
 from hicache_ray.storage.disk_table import PlaceTable, latest
+from hicache_ray.storage.disk_tenants import DiskTenants
 from hicache_ray.storage.holdings import Counters
 from hicache_ray.store import Answer
 
@@ -28,8 +29,8 @@ from hicache_ray.store import Answer
 class DiskIndex:
     """Over the segments that ``files`` has. Beside the segments, ``table`` is the only thing in it that grows with every object."""
 
-    def __init__(self, files: DiskFiles, segments: Sequence[Segment]) -> None:
-        self.files = files
+    def __init__(self, files: DiskFiles, segments: Sequence[Segment], tenants: DiskTenants) -> None:
+        self.files, self.tenants = files, tenants
         self.counters = Counters()
         self.slots = SlotMap()
         self.table = PlaceTable()
@@ -89,7 +90,7 @@ class DiskIndex:
             if id in plan.visible:
                 plan.order.append(id)
             elif id not in self.reserved:
-                at = self._allocate(length, plan)
+                at = self._allocate(length, plan) if self._within_cap(id, length, plan) else None
                 if at is None:
                     plan.refused += 1
                 elif isinstance(at, Geometry):
@@ -149,6 +150,7 @@ class DiskIndex:
     def place(self, placed: Placed) -> Placed:
         """A free slot that was taken is reserved from now on."""
         self.slots.used_bytes += placed.length
+        self.tenants.count(placed.id, placed.length, 1)
         placed.segment.state[placed.slot] = RESERVED
         placed.segment.busy += 1
         self.reserved[placed.id] = placed
@@ -228,6 +230,18 @@ class DiskIndex:
                 return
             self.dissolve(segment)
 
+    def assign(self, space: bytes, tenant: str) -> None:
+        """Ids that begin with ``space`` belong to ``tenant`` from now on; its oldest go if that is over its cap. Raises StoreError."""
+        lengths = [segment.length(slot) for segment, slot in self.slots.visible(space)]
+        lengths += [placed.length for id, placed in self.reserved.items() if id.startswith(space)]
+        self.tenants.assign(space, tenant, lengths)
+        self.keep_caps()
+
+    def keep_caps(self) -> None:
+        """Evict the oldest of who has too much."""
+        for number, size in list(self.tenants.too_much()):
+            self._evict_of(number, size, self.slots.tick + 1)
+
     def check(self) -> None:
         """Everything agrees with everything. Raises Inconsistent."""
         self.slots.check()
@@ -243,6 +257,7 @@ class DiskIndex:
         dead = self.slots.dead
         idle = not self.reserved and states[DEAD] == len(dead)  # else a put is under way, whose lengths only it knows
         require(not idle or self.slots.used_bytes == lengths + sum(dead.values()), "used bytes are wrong")
+        self.tenants.check(self.slots, self.reserved.values())
         require(self.files.used <= self.files.config.size_bytes, "the cap is exceeded")
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
@@ -258,6 +273,8 @@ class DiskIndex:
         self.table.insert(ids[stays], places[stays])
         for at in places[~stays].tolist():
             self.slots.hide(*self.slots.at(at))
+        for segment, slot in self.slots.visible() if self.tenants.counting else ():
+            self.tenants.count(segment.id(slot), segment.length(slot), 1)
 
     def _find(self, ids: Sequence[bytes]) -> list[int]:
         """The place of each, -1 where it is not visible."""
@@ -308,14 +325,30 @@ class DiskIndex:
         self._remove(*self.slots.at(own[1]))
         return True
 
+    def _within_cap(self, id: bytes, length: int, plan: Plan) -> bool:
+        """Where the object would bring its tenant over its cap, the oldest of that go. False where there is no room for it all the same."""
+        if length > self.files.config.segment:
+            return True  # there is no slot for it anyway
+        number, size = self.tenants.excess(id, length, plan)
+        if size:
+            self._evict_of(number, size, plan.start)
+        return self.tenants.admits(number, length)
+
+    def _evict_of(self, tenant: int, size: int, before: int) -> None:
+        for at in self.tenants.oldest(self.slots, tenant, size, before):
+            self.counters.evictions += 1
+            self._remove(*self.slots.at(at))
+
     def _remove(self, segment: Segment, slot: int) -> None:
         self.table.remove(segment.id(slot), place(segment, slot))
+        self.tenants.count(segment.id(slot), segment.length(slot), -1)
         self.slots.hide(segment, slot)
 
     def _revoke(self, id: bytes) -> None:
         """A writer's reservation: its slot is free when the writer ends."""
         placed = self.reserved.pop(id, None)
         if placed is not None:
+            self.tenants.count(id, placed.length, -1)
             placed.segment.state[placed.slot] = DEAD
             if placed.segment.records["magic"][placed.slot]:
                 placed.segment.write_record(placed.slot, b"")

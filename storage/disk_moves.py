@@ -124,6 +124,7 @@ class Mover:
                 new.used_sum += int(old.used[found.slot])
                 new.newest = max(new.newest, int(old.used[found.slot]))
                 index.slots.hide(old, found.slot)
+                index.tenants.count(found.id, found.length, -1)  # it was counted in both places
             else:
                 index.give_up([placed])
         index.release(part.found)
