@@ -12,6 +12,8 @@ from hicache_ray.storage.disk_slots import SlotMap, place
 from hicache_ray.storage.tenants import TENANT, Tenants
 from hicache_ray.store import SPACE_BYTES
 
+_VICTIMS = 1024  # looked up at once: a pass over all slots per put would cost more than its write
+
 
 class DiskTenants:
     """Counts the lengths of what is visible or reserved. ``caps``: most bytes of each tenant; ``records``: what says whose a space is."""
@@ -19,6 +21,7 @@ class DiskTenants:
     def __init__(self, caps: Mapping[str, int], records: Mapping[bytes, Mapping[str, str]]) -> None:
         """Raises StoreError."""
         self._tenants = Tenants(caps)
+        self._lines: dict[int, list[tuple[int, int]]] = {}  # tenant -> (use, place) of its oldest, the very oldest last
         for digest, record in records.items():
             if (named := self.named(digest, record)) is not None:
                 self._tenants.assign(*named)
@@ -73,23 +76,22 @@ class DiskTenants:
             if (over := self._over(number)) > 0:
                 yield number, over
 
-    def oldest(self, slots: SlotMap, number: int, size: int, before: int) -> list[int]:
-        """Places of the least recently used objects of a tenant, ``size`` bytes of them or all, that nobody has used since ``before``."""
-        found: list[tuple[int, int, int]] = []
-        for segment in slots.segments.values():
-            old = np.flatnonzero((segment.state == SEALED) & (segment.used < before))
-            mine = old[self._tenants.of(segment.records["id"][old]) == number]
-            lengths = segment.records["length"][mine]
-            found += zip(segment.used[mine].tolist(), (place(segment, 0) + mine).tolist(), lengths.tolist(), strict=True)
-        out = []
-        for _, at, length in sorted(found):
-            if size <= 0:
-                break
-            if at not in slots.pins:
-                out.append(at)
-                size -= length
-        self._tenants.usage[number].evictions += len(out)
-        return out
+    def oldest(self, slots: SlotMap, number: int, size: int, before: int) -> Iterator[int]:
+        """Places of the least recently used objects of a tenant, ``size`` bytes of them or all, that nobody has used since ``before``. Who
+        asks evicts each before the next."""
+        line = self._lines.setdefault(number, [])
+        while size > 0:
+            if not line:
+                line[:] = self._list_oldest(slots, number, before)
+                if not line:
+                    return
+            use, at = line.pop()
+            if use < before and slots.idle(use, at):
+                segment, slot = slots.at(at)
+                if self._tenants.of_one(segment.id(slot)) == number:
+                    size -= segment.length(slot)
+                    self._tenants.usage[number].evictions += 1
+                    yield at
 
     def report(self) -> dict[str, dict[str, int]]:
         """As of the arena; of objects that are reserved too."""
@@ -104,6 +106,15 @@ class DiskTenants:
         for number, usage in enumerate(self._tenants.usage):
             mine = [length for id, length in there if self._tenants.of_one(id) == number]
             require((usage.bytes, usage.objects) == (sum(mine), len(mine)), f"what tenant {number} has on the disk is wrong")
+
+    def _list_oldest(self, slots: SlotMap, number: int, before: int) -> list[tuple[int, int]]:
+        """(use, place), the oldest last."""
+        found: list[tuple[int, int]] = []
+        for segment in slots.segments.values():
+            old = np.flatnonzero((segment.state == SEALED) & (segment.used < before))
+            mine = old[self._tenants.of(segment.records["id"][old]) == number]
+            found += zip(segment.used[mine].tolist(), (place(segment, 0) + mine).tolist(), strict=True)
+        return sorted(one for one in found if one[1] not in slots.pins)[:_VICTIMS][::-1]
 
     def _over(self, number: int, more: int = 0) -> int:
         """Bytes over the cap, with ``more``."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hicache_ray.keys import Namespace
-from hicache_ray.storage import DiskConfig, DiskStore, bits
+from hicache_ray.storage import DiskConfig, DiskStore, bits, disk_tenants
 from hicache_ray.store import SPACE_BYTES
 from tests.storage.conftest import FakeClock
 from tests.storage.disks import BLOCK, CountingOs, OpenDisk, small
@@ -139,6 +139,29 @@ def test_what_moves_counts_once_and_may_be_dropped_or_change_hands_on_its_way(tm
     assert there(store, A) == (set() if act == "drop" else set(kept))
     assert usage(store, "bob" if act == "describe" else "ann")["objects"] == len(there(store, A))
     store.check()
+
+
+def test_random_calls_keep_every_cap(memory: Path, disk: OpenDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tenants, "_VICTIMS", 3)
+    chance, clock = np.random.default_rng(3), FakeClock()
+    caps = {"ann": 9 * BLOCK, "": 7 * BLOCK, "dan": 20 * BLOCK}
+    store = disk(small(memory, lease_s=5.0), clock, tenant_bytes=caps, records=RECORDS)
+    for step in range(150):
+        space = (A, B, C)[chance.integers(3)]
+        numbers = [int(n) for n in chance.integers(0, 20, chance.integers(1, 6))]
+        kept = fill(store, space, *dict.fromkeys(numbers), size=BLOCK * int(chance.integers(1, 4)))
+        if chance.random() < 0.3:
+            store.lease([of(space, n) for n in kept], TIMEOUT_S)
+        if chance.random() < 0.2:
+            store.drop([of(space, numbers[0])], TIMEOUT_S)
+        if step % 40 == 39:
+            clock.advance(5.0)  # what is leased cannot go
+            store.describe(C, {"tenant": ("dan", "ann", "bob")[step // 40]}, TIMEOUT_S)
+        clock.advance(1.0)
+        store.check()
+        for tenant in store.stats(TIMEOUT_S).tenants.values():
+            assert tenant["bytes"] <= (tenant["cap"] or 90 * BLOCK)
+    assert usage(store)["evictions"] > 20
 
 
 def test_a_node_holds_the_caps_on_its_disk_too(tmp_path: Path, clock: FakeClock, nothing_left: None) -> None:
