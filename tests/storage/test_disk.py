@@ -467,7 +467,7 @@ def test_a_record_that_the_disk_hangs_on_keeps_nobody_else_waiting(tmp_path: Pat
     put(store, [0])
     hang.set()
     with pytest.raises(StoreTimeout):
-        store.describe(b"first", {"model": "a"}, 0.05)
+        store.describe(b"first", {"model": "a"}, 0.5)
     assert get(store, [0]) == {0}
     assert put(store, [3]) == {3}
     assert store.described(TIMEOUT_S) == {b"first": {"model": "a"}}

@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -113,6 +114,7 @@ def test_no_thread_for_a_compiled_loop(monkeypatch: pytest.MonkeyPatch, tmp_path
     """There is none as long as there is no thread; whoever asks later gets it."""
     (tmp_path / "loop_of_a_test.py").write_text("move = 7\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "loop_of_a_test", raising=False)  # of an earlier run
     loader = Loader("loop_of_a_test", "move", "this goes on without", off=False)
     with no_threads(monkeypatch, "hicache-kernel") as asked:
         assert loader.get() is None
