@@ -22,7 +22,7 @@ Told: TypeAlias = Sequence[tuple[bytes, float]]  # (prefix, seconds since it was
 
 _GAP_S = 1.0  # a node that was seen so long ago was not cut off meanwhile: it takes twice that until somebody counts it as dead
 _EVERY_S = 5.0  # how often those are asked that were never missed
-_APART_S = 5.0  # the same clear reaches two nodes within this time
+_APART_S = 1.0  # the last word of a clear reaches two nodes within this time; one that goes on without a node is later, as above
 _BATCH = 1024
 _KEPT = 256
 

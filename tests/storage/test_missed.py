@@ -123,6 +123,18 @@ def test_what_is_missed_again_is_dropped_again(three: Three) -> None:
     assert three.step() == set()
 
 
+def test_a_clear_that_was_begun_here_and_ended_without_this_node_was_missed(three: Three) -> None:
+    """It had the fence, but its store was not emptied; who asked for it tried again when the node counted as dead."""
+    three.put(1)
+    three.step()
+    three.cleared("n0", space(1))
+    three.cleared("n1", space(1))
+    three.clock.advance(2.0)
+    three.cleared("n1", space(1))
+    three.clock.advance(2.0)
+    assert three.step() == set()
+
+
 def test_that_there_were_too_many_clears_to_name_does_not_hide_one(three: Three) -> None:
     three.put(1)
     three.step()
