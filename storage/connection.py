@@ -177,6 +177,7 @@ class Pool:
 
     def _take(self, deadline: Deadline) -> Connection | None:
         """An idle connection, or leave (None) to open one."""
+        in_time = True
         with self._turn:
             while True:
                 if self._closed:
@@ -190,8 +191,9 @@ class Pool:
                 if self._out < self._limit:
                     self._out += 1
                     return None
-                if deadline.passed() or not self._turn.wait(deadline.left()):
+                if not in_time or deadline.passed():
                     raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
+                in_time = self._turn.wait(deadline.left())  # else it looks once more: it may have been told, and nobody else was
 
     def give_back(self, connection: Connection | None, broken: bool) -> None:
         """It is kept where it is clean and not ``broken``. None: one that could not be opened."""
