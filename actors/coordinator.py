@@ -88,7 +88,7 @@ class CoordinatorShell:
         group = Group(cache, time.monotonic, begun.incarnation, setup.config.engine.max_queue + 1)
         self.ranks = RankHandles(ranks)
         driver = Driver(cache, self.ranks, self.store, self.tags, group, self.explainer)
-        if not (self.attached and begun.attached):
+        if not self.attached or (self.driver is None and not begun.attached):  # ranks that joined without it may have got it since
             await self._detach(driver)
         await self._fences.apply(driver)
         self.driver = driver
@@ -133,16 +133,20 @@ class CoordinatorShell:
         self._running().cancel(rid)
 
     async def flush(self, tiers: Sequence[str], timeout_s: float | None = None, preserve: bool = False) -> None:
-        """Complete when it returns. Raises :class:`StorageDetached` where storage is needed and away, or was taken away meanwhile."""
+        """Complete when it returns. Raises as :meth:`require_storage` does where storage is needed, also where it was taken away
+        meanwhile."""
         needed, changes = preserve or Tier.STORAGE.value in tiers, self._changes
         if needed:
-            await self.require_storage()
+            await self.require_storage(preserve)
         await self._running().flush([Tier(t) for t in tiers], timeout_s, preserve)
         if needed and changes != self._changes:
             raise StorageDetached("storage was detached during the flush, which is not complete; attach it and flush again")
 
-    async def require_storage(self) -> None:
-        """Raise :class:`StorageDetached` where storage was taken away; a deployment without any has nothing there either."""
+    async def require_storage(self, writing: bool = False) -> None:
+        """Raise :class:`StorageDetached` where storage was taken away. A deployment without any has nothing there either; ``writing``:
+        something is to be kept there, so for that raise :class:`ConfigError`."""
+        if writing and not self.setup.socket:
+            raise ConfigError("storage.backend is none, so nothing can be preserved; flush without preserve, or deploy with storage")
         if self.setup.socket and not self.attached:
             raise StorageDetached(AWAY)
 

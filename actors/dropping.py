@@ -51,7 +51,9 @@ async def drop(find: Find, spaces: Sequence[str]) -> dict[str, int]:
             await one.run()
         except BaseException as error:
             await one.lift()
-            raise _told(error) from error
+            if (told := _told(error)) is error:
+                raise
+            raise told from error
         if failed := await one.lift():
             raise _told(failed)
         for name, count in one.counts.items():

@@ -43,7 +43,7 @@ class ClusterBackend:
     async def flush(self, tiers: Sequence[str], timeout_s: float | None, preserve: bool = False) -> int:
         replicas = await self._some_coordinators()
         if preserve or STORAGE in tiers:
-            await self._all(replicas, "require_storage", wait_s=ASK_S)
+            await self._all(replicas, "require_storage", preserve, wait_s=ASK_S)
         if timeout_s is None:
             # Whoever does not say will not flush either.
             busy = [name for name, n in (await self._ask(replicas, "active")).items() if n and not isinstance(n, Exception)]

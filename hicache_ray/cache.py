@@ -9,7 +9,7 @@ import numpy as np
 
 from hicache_ray import compute, insert, lengths, plan
 from hicache_ray.descent import Descent
-from hicache_ray.errors import CapacityError, EngineError, RequestRefused
+from hicache_ray.errors import CapacityError, EngineError, RequestRefused, StorageDetached
 from hicache_ray.keys import extend_keys, look_ahead, other, page_keys
 from hicache_ray.lease import Lease
 from hicache_ray.match import match
@@ -123,10 +123,13 @@ class Cache:
         yield from self.descent.room(tier, need)
 
     def flush(self, tiers: Sequence[Tier], preserve: bool = False) -> Story:
-        """Empty tiers, once nothing is in flight. Complete when it ends. ``preserve``: what L1 and L2 alone have goes to L3 first."""
+        """Empty tiers, once nothing is in flight. Complete when it ends. ``preserve``: what L1 and L2 alone have goes to L3 first; without
+        L3 nothing is emptied."""
         yield Wait.QUIET
         if preserve:
             yield from self.descent.write_all()
+            if not self.res.storage:
+                raise StorageDetached("storage is not attached, so it cannot keep what device and host have; nothing was emptied")
         for tier in LOCAL:
             if tier in tiers:
                 self.res.clear(tier)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hicache_ray import cli_out
 from hicache_ray.errors import ConfigError
+from hicache_ray.interrupts import Interrupts
 from hicache_ray.replay import Replay, Replayed, Sizes
 from hicache_ray.settings import Eviction
 from hicache_ray.trace import BLOCK, Ceiling, ceiling, read
@@ -40,7 +41,7 @@ def replay(
     A hit is a whole block that need not be computed; at least one token of each prompt is. The ratio is hits over all blocks.
     """
     console = cli_out.err()
-    with cli_out.ended_well():
+    with Interrupts() as interrupts, cli_out.ended_well():
         cli_out.check_json(json_to)
         sizes = [Sizes(device, host, storage) for device in _numbers(capacity)]
         policies = _policies(policy)
@@ -49,7 +50,7 @@ def replay(
         runs = []
         for size in sizes:
             for name in policies:
-                with _progress(console, _called(name, size), len(requests)) as progress:
+                with _progress(console, _called(name, size), len(requests), interrupts) as progress:
                     runs.append(Replay(name, size, limits, block).run(requests, progress))
         if plot is not None:
             from hicache_ray.cli_plot import draw
@@ -85,14 +86,19 @@ def _called(policy: str, sizes: Sizes) -> str:
 
 
 @contextmanager
-def _progress(console: Console, name: str, count: int) -> Iterator[Callable[[int], None]]:
+def _progress(console: Console, name: str, count: int, interrupts: Interrupts) -> Iterator[Callable[[int], None]]:
     """A line that changes on a terminal; elsewhere one line per run."""
     if not console.is_terminal:
         console.print(f"replaying: {name}", markup=False)
-        yield lambda _: None
+        yield lambda _: interrupts.check()
         return
     with console.status(name) as status:
-        yield lambda done: status.update(f"{name}: {done:,} of {count:,} requests")
+
+        def progress(done: int) -> None:
+            interrupts.check()
+            status.update(f"{name}: {done:,} of {count:,} requests")
+
+        yield progress
 
 
 def to_json(file: str, limits: Ceiling, runs: Sequence[Replayed]) -> dict[str, object]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hicache_ray import cli_out
 from hicache_ray.errors import ConfigError
+from hicache_ray.interrupts import Interrupts
 from hicache_ray.simulate import Failed, Tally, simulate
 from hicache_ray.simulate_cases import cases
 from hicache_ray.simulate_report import Loss, Row, losses, measure
@@ -38,27 +38,28 @@ def sim(
 ) -> None:
     """Simulate cache groups, their ranks and storage under faults. After every event every byte that it used is checked, and every
     invariant for what it changed; all of them for everything every 64 events, and when all is at rest."""
-    with cli_out.ended_well():
+    with Interrupts() as interrupts, cli_out.ended_well():
         try:
             if report:
                 cli_out.out().print(report_table(measure(seed, steps)))
                 cli_out.out().print(loss_table(losses(seed, steps)))
             else:
-                _live(seed, steps, case, minutes, cli_out.err())
+                _live(seed, steps, case, minutes, interrupts)
         except Failed as failure:
             cli_out.complain(str(failure))
             raise typer.Exit(1) from None
 
 
-def _live(seed: int, steps: int, case: str, minutes: float, errors: Console) -> None:
+def _live(seed: int, steps: int, case: str, minutes: float, interrupts: Interrupts) -> None:
     """Histories until the time is over, at least one of every case that is asked for."""
-    until = time.monotonic() + minutes * 60
+    until, errors = time.monotonic() + minutes * 60, cli_out.err()
     told = []
     while True:
         for name in _names(case, seed):
             begun = time.monotonic()
             errors.print(f"hicache-ray sim --seed {seed} --steps {steps} --case {name}", markup=False)
             tally = simulate(seed, steps, name)
+            interrupts.check()  # its exception may have been lost in a generator that ended just then
             told.append((seed, name, tally, time.monotonic() - begun))
             if time.monotonic() >= until and minutes:
                 break

@@ -250,7 +250,9 @@ class TenantConfig(Section):
     key: SecretStr | None = Field(
         None, min_length=8, description="bearer key of its clients, at least 8 characters; null: it has no access over HTTP"
     )
-    max_bytes: Size | None = Field(None, description="cap of what it keeps in each node's store; null: none", json_schema_extra=_BYTES)
+    max_bytes: Size | None = Field(
+        None, description="cap of each node's store, in memory and again on disk; null: none", json_schema_extra=_BYTES
+    )
 
 
 class Config(Section):

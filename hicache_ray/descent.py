@@ -21,7 +21,7 @@ from hicache_ray.residency import Residency
 from hicache_ray.resume import Match, Part, Path
 from hicache_ray.settings import Settings, StateSnapshots, WritePolicy
 from hicache_ray.spec import Tier
-from hicache_ray.story import Story, Wait
+from hicache_ray.story import Pause, Story, Wait
 
 #: Pages of one component that go down in the background at once: requests' own copies come between.
 WRITE_DOWN_PAGES = 64
@@ -38,6 +38,7 @@ class Descent(Persist):
         self.spawn = spawn
         self.waits = 0
         self._writing_down = False
+        self._copying = 0
 
     def backup(self, path: Path, prompt: int) -> Story:
         """Under write-through: what the path has in L1 goes to L2; under the selective one, what of it has been used often enough. Under
@@ -150,13 +151,14 @@ class Descent(Persist):
         there = self._cached(place, path)
         return there[self.res.index.durable(place, there) & self.res.idle(place, there)]
 
-    def room(self, tier: Tier, need: Mapping[str, int]) -> Story:
+    def room(self, tier: Tier, need: Mapping[str, int], until: float | None = None) -> Story:
         """Free slots in a tier by eviction. What only the device holds is copied to the host first, while that has room.
 
-        Where the host is too small for it L3 takes what it can in ``prefetch_base_s``; nobody waits longer for that, the rest is lost.
+        Where the host is too small for it L3 takes what it can ``until`` then, on the group's clock (in ``prefetch_base_s`` from now);
+        nobody waits longer for that, the rest is lost.
         """
         tried: set[tuple[str, bytes]] = set()
-        until = self.res.now() + self.settings.prefetch_base_s
+        until = self.res.now() + self.settings.prefetch_base_s if until is None else until
         while True:
             victims = evict.choose(self.res, tier, need)
             if victims is None:
@@ -174,7 +176,8 @@ class Descent(Persist):
         """Device pages on their way out go to the host, as many as it has room for, and from there to L3.
 
         ``tried`` gains what need not be rescued any more. Where the host is too small for all at once and L3 takes what it is given, the
-        rest is left for another round; ``until``: how long L3 may take for that, on the group's clock.
+        rest is left for another round, and all of it where what is on its way down already holds the host; ``until``: how long L3 may
+        take for that, on the group's clock.
         """
         names = {c: [self.res.index.key(e) for e in entries.tolist()] for c, entries in victims.items()}  # first to go first
         keys = tuple(dict.fromkeys(k for some in names.values() for k in reversed(some)))  # what is written first is of use alone
@@ -188,6 +191,10 @@ class Descent(Persist):
             taken.append(Part(component, Tier.DEVICE, np.asarray([where[k] for k in take], dtype=np.int32)))
             left |= {(component, self.res.index.key(e)) for e in self._not_sealed(component, rest).tolist()}
             tried |= {(component, k) for k in some} - left
+        under_way = self.persisting or self._copying
+        if left and not any(len(p.pages) for p in taken) and under_way and until < math.inf and self._left(until) > 0:
+            yield Pause(Wait.ROOM, until)
+            return
         yield from self._copy_down(taken, path, own)
         for component, some in names.items():  # they arrive in the order in which they have left
             self.res.touch_in_order((Tier.HOST, component), self._cached((Tier.HOST, component), Path(tuple(some))))
@@ -195,10 +202,15 @@ class Descent(Persist):
             yield from self.persist(path, must=True, until=until)
         else:
             self.spawn("persist", self.persist(path))
-        if not in_time or not any(len(p.pages) for p in taken) or not self.res.storage or backup.not_durable(self.res, path):
+        if not in_time or not any(len(p.pages) for p in taken) or not self.res.storage or self._unsealed(taken, path):
             tried |= left
             for component, _ in left:
                 self.res.counters[(Tier.HOST, component)].refused += 1
+
+    def _unsealed(self, parts: Sequence[Part], path: Path) -> bool:
+        """Whether L3 is not known to have a page of these that the host has."""
+        places = (((Tier.HOST, p.component), self.res.index.find(path.names(p.component, p.pages.tolist()))) for p in parts)
+        return any(np.any((self.res.index.slots(at, some) != ABSENT) & ~self.res.index.durable(at, some)) for at, some in places)
 
     def _copy_down(self, parts: Sequence[Part], path: Path, own: Mapping[str, Entries]) -> Story:
         """L1 to L2. The host pages ``own`` (component -> entries) are held meanwhile, so that making room does not take them."""
@@ -213,12 +225,14 @@ class Descent(Persist):
                 return
             evict.drop(self.res, Tier.HOST, victims)
             moved = transfer.begin(self.res, "backup", Tier.HOST, parts, path)
+            self._copying += 1
             got = yield Move(self._next_id(), "backup", Tier.DEVICE, Tier.HOST, moved.spans(), self.settings.copy_deadline_s)
             transfer.arrive(self.res, moved, got.bits)
             self._count(moved, got, Tier.HOST)
         finally:
             if moved is not None:
                 transfer.close(self.res, moved)
+                self._copying -= 1
             self.res.leases.release_all(held)
 
     def _cached(self, place: Place, path: Path) -> Entries:

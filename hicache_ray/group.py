@@ -76,7 +76,7 @@ class Group(Tales):
 
         Raises :class:`Busy` when requests are under way and there is no ``timeout_s`` to wait for them, or when another flush is under
         way. Prefetches that nobody waits for yet are revoked. New requests begin after the flush. ``preserve``: what only L1 and L2 have
-        is written to L3 first; where the time is over before that is done, nothing is emptied.
+        is written to L3 first; where the time is over before that is done, or L3 is not attached, nothing is emptied.
         """
         running = [t.name for t in self._tales.values() if t.kind == "request"]
         if self._flushing is not None:

@@ -25,7 +25,6 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 Slice: TypeAlias = tuple[tuple[int, npt.NDArray[np.intp]], ...]
 
 
-
 @dataclass
 class Arrivals:
     """What of a transfer from L3 has arrived, is published, and turned out not to be there: flags over the items of each leg."""

@@ -83,7 +83,8 @@ class Residency:
         return self.pools[place].free + self.pools[place].idle
 
     def reserve(self, place: Place) -> int:
-        """Host slots that requests which wait for the device do not lease: what leaves the device passes through them on its way to L3."""
+        """Host slots that what leaves the device passes through on its way to L3. Requests that wait for the device lease them not at all,
+        the one who has it only while L3 does not have the pages that are in them."""
         capacity = self.capacity[place]
         return min(capacity // 2, max(1, capacity // 32)) if place[0] is Tier.HOST else 0
 

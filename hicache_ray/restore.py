@@ -6,7 +6,7 @@ waits (:meth:`hicache_ray.residency.Residency.drop`) is gone for it as well: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from hicache_ray import compute, lengths, load, plan, prefetch, transfer
 from hicache_ray.asking import Asking
 from hicache_ray.descent import Descent
 from hicache_ray.fetches import Fetches
+from hicache_ray.index import ABSENT
 from hicache_ray.records import Merged, Move, Record
 from hicache_ray.residency import LOCAL, Residency
-from hicache_ray.resume import Limit, Match, Plan
+from hicache_ray.resume import Limit, Match, Part, Plan
 from hicache_ray.settings import PrefetchPolicy, Settings
 from hicache_ray.spec import Kind, Tier
-from hicache_ray.story import Job, Phase, Story, Wait
+from hicache_ray.story import Job, Pause, Phase, Story, Wait
 from hicache_ray.why import Evidence
 
 
@@ -165,20 +166,28 @@ class Restore(Asking):
 
     # -- L2 to L1 -----------------------------------------------------------------------------------------------------------------
 
-    def load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:
+    def load(self, job: Job) -> Generator[Record | Wait | Pause, Merged, Plan]:
         """L2 to L1 for the longest resume that L1 and L2 allow now; make room for the rest of the request as well.
 
-        What the plan uses is on the device and leased when it returns; where something was dropped in between, all is done anew.
+        What the plan uses is on the device and leased when it returns, and nothing on the host. Where something was dropped in between, or
+        has left the host for what passes through it, all is done anew; the rounds share the time that storage may take.
         """
+        until = self.res.now() + self.settings.prefetch_base_s
         while True:
             era = self.res.era
-            resumed = yield from self._load(job)
-            if era == self.res.era:
-                return resumed
+            resumed = yield from self._load(job, until)
+            if resumed is not None and era == self.res.era:
+                break
+            job.phase = Phase.READY
             self.res.leases.release_all(job.leases)
             job.leases.clear()
+        host = [lease for lease in job.leases if lease.place[0] is Tier.HOST]
+        self.res.leases.release_all(host)
+        job.leases[:] = [lease for lease in job.leases if lease.place[0] is not Tier.HOST]
+        return resumed
 
-    def _load(self, job: Job) -> Generator[Record | Wait, Merged, Plan]:
+    def _load(self, job: Job, until: float) -> Generator[Record | Wait | Pause, Merged, Plan | None]:
+        """One round; None where what it has planned with is gone."""
         era, found = self.res.era, self.match(job)
         k = found.longest(*LOCAL) if self.cost is None else self.cost.local(found, len(job.request.tokens))
         resumed = plan.at(found, k)
@@ -189,8 +198,13 @@ class Restore(Asking):
         up = resumed.of(Tier.HOST)
         for part in up:
             need[part.component] += len(part.pages)
-        yield from self.descent.room(Tier.DEVICE, need)
-        if not up or era != self.res.era:
+        yield from self.descent.room(Tier.DEVICE, need, until)
+        if era != self.res.era:
+            return None
+        if not self._on_host(found, up):
+            job.limit = Limit.HOST_ROOM
+            return None
+        if not up:
             return resumed
         moved = transfer.begin(self.res, job.request.rid, Tier.DEVICE, up, found.path)
         try:
@@ -199,19 +213,24 @@ class Restore(Asking):
         finally:
             transfer.close(self.res, moved)
         if era != self.res.era:
-            return resumed
+            return None
         device = self.match(job).only(Tier.DEVICE)
         if device.longest(Tier.DEVICE) < resumed.length or plan.at(device, resumed.length).drafts != resumed.drafts:
             return (yield from self._load_again(job, resumed, device))
         self.hold(job, device, plan.at(device, resumed.length))
         return resumed
 
+    def _on_host(self, found: Match, parts: Sequence[Part]) -> bool:
+        """Whether all of these pages are there, still."""
+        entries = {part.component: self.res.index.find(found.path.names(part.component, part.pages.tolist())) for part in parts}
+        return not any(np.any(self.res.index.slots((Tier.HOST, c), some) == ABSENT) for c, some in entries.items())
+
     def need(self, job: Job, resumed: Plan) -> Mapping[str, int]:
         """Device slots that the rest of a request takes."""
         shape = compute.Shape.of(resumed, self.spec.page_size, len(job.request.tokens), job.request.new_tokens, job.fork)
         return compute.need(self.spec, self.settings, shape)
 
-    def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait, Merged, Plan]:
+    def _load_again(self, job: Job, wanted: Plan, device: Match) -> Generator[Record | Wait | Pause, Merged, Plan]:
         """A copy has failed: go on with what the device alone offers, and make room for what must be computed instead."""
         shorter = min(device.longest(Tier.DEVICE), wanted.length)
         kept = {(p.component, page): p.tier for p in wanted.parts for page in p.pages.tolist()}
@@ -247,13 +266,18 @@ class Restore(Asking):
 
     def hold(self, job: Job, found: Match, chosen: Plan, waits: bool = False) -> None:
         """Lease a plan's local pages, so that they stay. They count as used together. ``waits``: the request waits for the device, and must
-        not keep that from the one who has it: those on the host alone."""
+        not keep that from the one who has it: those on the host alone. Of these a reserve is left, for what passes through the host
+        meanwhile; of what a request is about to load only pages that L3 has are left for that.
+        """
         for part in chosen.parts:
             if part.tier in ((Tier.HOST,) if waits else LOCAL):
                 entries = self.res.index.find(found.path.names(part.component, part.pages.tolist()))
                 place = (part.tier, part.component)
                 self.res.touch(place, entries)
-                if waits:  # what passes through the host meanwhile needs room there
-                    fresh = np.cumsum(self.res.idle(place, entries))
-                    entries = entries[fresh <= max(0, self.res.room(place) - self.res.reserve(place))]
+                if part.tier is Tier.HOST:
+                    idle = self.res.idle(place, entries)
+                    held = np.cumsum(idle) <= max(0, self.res.room(place) - self.res.reserve(place))
+                    if not waits:
+                        held |= ~(idle & self.res.index.durable(place, entries))
+                    entries = entries[held]
                 job.leases.append(self.res.leases.take(job.request.rid, place, self.res.slots(place, entries)))

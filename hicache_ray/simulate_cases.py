@@ -28,7 +28,7 @@ class Case:
     ``grid``: in pages, 0: none. ``replicas``: cache groups over the one L3, spread over ``nodes``. ``faults``: 1 is the usual rate, 0 a
     world where nothing fails. ``calm``: no cancels, flushes and evictions, so that the cache is measured and not its interruptions.
     ``shards``: L3 is sharded over the nodes, and each has its own view of them; without, it is of one mind.
-    ``keeps``: the lower tiers have room for everything, so nothing that was cached once may be forgotten. ``settings``: of the group, by
+    ``keeps``: a lower tier has room for everything, so nothing that was cached once may be forgotten. ``settings``: of the group, by
     name; those that are not pinned here are drawn from the seed (:mod:`hicache_ray.simulate_settings`).
     """
 
@@ -77,7 +77,8 @@ def _state(every: int, **more: Any) -> Component:
 def cases() -> Mapping[str, Case]:
     """All cases with a name of their own; ``random`` is drawn from the seed (:func:`drawn`)."""
     hybrid = {"full": _full(), "swa": _window(20), "state": _state(2 * PAGE)}
-    back = {"write_policy": WritePolicy.WRITE_BACK}
+    back, selective = {"write_policy": WritePolicy.WRITE_BACK}, {"write_policy": WritePolicy.SELECTIVE}
+    patient = {"backup_bytes": 1 << 30, "prefetch_base_s": 2.0}  # L3 takes whatever it is given, in time
     keeping = {"write_policy": WritePolicy.WRITE_THROUGH, "state_snapshots": StateSnapshots.ALL}
     roomy = Case("keeps", hybrid, l2=(2000, 2000), faults=0.0, calm=True, keeps=True, settings=keeping)
     more = {"chunk": _chunked(20), "wide": _full(page_span=2), "draft": _full(role="draft", lookahead=1)}
@@ -107,7 +108,9 @@ def cases() -> Mapping[str, Case]:
         Case("four_ranks", {"full": _full(), "mla": _full(shard="replicated"), "state": _state(PAGE)}, ranks=4),
         roomy,
         replace(roomy, name="keeps_back", settings=keeping | back),
-        replace(roomy, name="keeps_selective", settings=keeping | {"write_policy": WritePolicy.SELECTIVE}),
+        replace(roomy, name="keeps_selective", settings=keeping | selective),
+        replace(roomy, name="keeps_tight", l2=(4, 14), l3=(4000, 4000), settings=keeping | back | patient),
+        replace(roomy, name="keeps_tight_selective", l2=(4, 14), l3=(4000, 4000), settings=keeping | selective | patient),
         Case("stages", staged, ranks=3),
         Case("in_turn", turned, ranks=3),
         Case("shards", {"full": _full()}, replicas=3, nodes=4, shards=ShardConfig()),

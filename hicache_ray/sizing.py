@@ -41,6 +41,7 @@ class Mix:
         if self.longest > MOST_TOKENS:
             raise ConfigError(f"prompts of {self.longest} tokens are longer than any model runs; plan for at most {MOST_TOKENS}")
 
+
 @dataclass(frozen=True)
 class Split:
     """Slots of each component. A set of prompts of the mix that together have at most ``restorable`` bytes (on one rank; what they share

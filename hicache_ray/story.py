@@ -1,8 +1,8 @@
 """What a story is made of: what it waits for, what it is asked, what it tells.
 
-A story is a generator. It yields a record (or a :class:`Wait`) and is resumed with what all ranks reported (:class:`Merged`); whoever
-drives it (:class:`hicache_ray.group.Group`) performs nothing itself either. A story can be cancelled wherever it waits: it sees
-:class:`~hicache_ray.errors.Cancelled` at that point, after the record in flight has completed, and gives back what it holds.
+A story is a generator. It yields a record (or a :class:`Wait`, a :class:`Pause`) and is resumed with what all ranks reported
+(:class:`Merged`); whoever drives it (:class:`hicache_ray.group.Group`) performs nothing itself either. A story can be cancelled wherever it
+waits: it sees :class:`~hicache_ray.errors.Cancelled` at that point, after the record in flight has completed, and gives back what it holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ class Wait(Enum):
     HOLD = "its caller"
 
 
-Story: TypeAlias = Generator["Record | Wait", Merged, None]
+@dataclass(frozen=True)
+class Pause:
+    """A wait of which the story itself says how long it may take: ``until``, on the group's clock."""
+
+    wait: Wait
+    until: float
+
+
+Story: TypeAlias = Generator["Record | Wait | Pause", Merged, None]
 #: component -> base page index that the page or snapshot ends with -> digest on each rank
 PageDigests: TypeAlias = Mapping[str, Mapping[int, tuple[str, ...]]]
 

@@ -11,7 +11,7 @@ from hicache_ray.flights import STORE, Envelope, Flight, Tale
 from hicache_ray.ledger import Ledger
 from hicache_ray.records import Clear, Lookup, Merged, Move, Record
 from hicache_ray.spec import Tier
-from hicache_ray.story import Ended, Event, Wait
+from hicache_ray.story import Ended, Event, Pause, Wait
 from hicache_ray.why import judge
 
 
@@ -84,7 +84,7 @@ class Tales:
         started, tale.started, tale.waits = tale.started, True, None
         if tale.kind not in ("flush", "drop"):
             tale.deadline = None
-        waits: Wait | Record | None = None
+        waits: Wait | Pause | Record | None = None
         failure: HiCacheError | None = None
         try:
             if error is not None:
@@ -132,7 +132,10 @@ class Tales:
             else:
                 self._advance(tale)
 
-    def _wait(self, tale: Tale, waits: Wait | Record) -> None:
+    def _wait(self, tale: Tale, waits: Wait | Pause | Record) -> None:
+        until = None
+        if isinstance(waits, Pause):
+            until, waits = waits.until, waits.wait
         tale.waits = waits
         self._events += self.cache.events
         self.cache.events.clear()
@@ -147,6 +150,7 @@ class Tales:
                 tale.deadline = tale.job.deadline if tale.job is not None else None
             elif waits is Wait.ROOM:
                 tale.deadline, tale.seen = self._clock() + self.cache.settings.prefetch_base_s, self._host_room()
+            tale.deadline = tale.deadline if until is None else until
             return
         self._launch(tale, waits)
 

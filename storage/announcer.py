@@ -84,7 +84,10 @@ class Announcer:
     away_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._missed = None if self.index is None else MissedClears(self.store, self.index, self.connect, self.clock, self.away_s)
+        if self.index is None:
+            self._missed = None
+        else:
+            self._missed = MissedClears(self.store, self.index, self.connect, self.clock, self.away_s, self.config.scan_s)
         self.stats = AnnouncerStats()
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}

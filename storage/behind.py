@@ -1,6 +1,7 @@
 """Writes from one store into a slower one, later: a bounded queue and one thread.
 
 The queue holds ids, not bytes: these are leased from the front when their turn comes, and what the front has lost by then is not written.
+Written is a copy that is known to be whole: the back would give damaged bytes a checksum that they fit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Protocol
 
 from hicache_ray.errors import ConfigError, Inconsistent
 from hicache_ray.storage import bits
+from hicache_ray.storage.checked import scratch
+from hicache_ray.storage.copying import as_array, checksum
+from hicache_ray.storage.segment import Array
 from hicache_ray.store import Lent, Store
 
 _BATCH_IDS = 128
@@ -168,19 +172,14 @@ class WriteBehind:
         """Returns what is in the back now."""
         try:
             with self._front.lease(batch, self._timeout_s) as lent:
-                there = [i for i, view in enumerate(lent.views) if view is not None]
-                self._lost += len(batch) - len(there)
-                if not there:
-                    return []
-                ids = [batch[i] for i in there]
-                visible = self._back.put(ids, [lent.views[i] for i in there], self._timeout_s)
-                valid = lent.valid()
-            kept = [ids[n] for n, i in enumerate(there) if visible >> n & 1 and valid >> i & 1]
-            torn = [ids[n] for n, i in enumerate(there) if visible >> n & 1 and not valid >> i & 1]
-            if torn:  # the lease ran out while the bytes were read: nobody knows what was written
-                self._back.drop(torn, self._timeout_s)
-                self._lost += len(torn)
-            self._refused += len(there) - visible.bit_count()
+                found = _whole(lent)
+            self._lost += len(batch) - len(found)
+            if not found:
+                return []
+            ids = [batch[i] for i in found]
+            visible = self._back.put(ids, list(found.values()), self._timeout_s)
+            kept = [ids[n] for n in bits.each(visible)]
+            self._refused += len(ids) - len(kept)
             self._written += len(kept)
             return kept
         except Exception:  # whatever is wrong with a store, the thread lives on
@@ -204,3 +203,15 @@ class WriteBehind:
             except Exception:  # who drops it asks the back as well, and hears of it
                 self._failures += 1
             done.update(undo)
+
+
+def _whole(lent: Lent) -> dict[int, Array]:
+    """Copies of the views, by their positions, that were lent still when they had been made, and have the checksums that the lender says,
+    if it says one. Raises StoreError."""
+    views = {i: as_array(view) for i, view in enumerate(lent.views) if view is not None}
+    copies = dict(zip(views, scratch([view.nbytes for view in views.values()]), strict=True))
+    for i, copy in copies.items():
+        copy[:] = views[i]
+    known: Sequence[int | None] = getattr(lent, "checksums", None) or [None] * len(lent.views)
+    valid = lent.valid()
+    return {i: copy for i, copy in copies.items() if valid >> i & 1 and known[i] in (None, checksum(copy))}

@@ -160,7 +160,7 @@ class Pool:
 
     def __init__(self, open_one: Callable[[Deadline], Connection], limit: int) -> None:
         self._open_one, self._limit = open_one, limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._turn = threading.Condition(self._lock)
         self._waiting = 0
         self._idle: list[Connection] = []
@@ -188,6 +188,7 @@ class Pool:
 
     def _take(self, deadline: Deadline) -> Connection | None:
         """An idle connection, or leave (None) to open one."""
+        in_time = True
         with self._lock:
             while True:
                 if self._closed:
@@ -201,8 +202,9 @@ class Pool:
                 if self._out < self._limit:
                     self._out += 1
                     return None
-                if deadline.passed() or not self._wait(deadline.left()):
+                if not in_time or deadline.passed():
                     raise Overloaded(f"all {self._limit} connections to the store were in use until the deadline")
+                in_time = self._wait(deadline.left())  # else it looks once more: it may have been told, and nobody else was
 
     def _wait(self, seconds: float) -> bool:
         """For who has the lock: was a connection given back meanwhile?"""

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import disk_footer
+from hicache_ray.storage.checked import scratch
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.disk_files import DiskFiles
@@ -31,10 +30,12 @@ from hicache_ray.storage.disk_lease import DiskLent, Leases
 from hicache_ray.storage.disk_moves import Mover
 from hicache_ray.storage.disk_plan import Found, Plan
 from hicache_ray.storage.disk_room import RoomMaker
+from hicache_ray.storage.disk_tenants import DiskTenants
 from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
 from hicache_ray.storage.disk_work import Batch, Workers
 from hicache_ray.storage.disk_write import Writer
 from hicache_ray.storage.ids import require_ids, require_keys
+from hicache_ray.storage.segment import Array
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 _CLOSE_S = 30.0
@@ -43,21 +44,31 @@ _CLOSE_S = 30.0
 class DiskStore:
     """A :class:`~hicache_ray.store.Store` in one directory. Its calls may come from several threads."""
 
-    def __init__(self, config: DiskConfig, clock: Callable[[], float] = time.monotonic, os_port: DiskOs | None = None) -> None:
+    def __init__(
+        self,
+        config: DiskConfig,
+        clock: Callable[[], float] = time.monotonic,
+        os_port: DiskOs | None = None,
+        tenant_bytes: Mapping[str, int] | None = None,
+        records: Mapping[bytes, Mapping[str, str]] | None = None,
+    ) -> None:
         """Locks the directory and takes over what is in it, cut to the cap. Raises ConfigError and leaves nothing open.
 
-        ``clock``: of leases and of the time for which writes stay off. Timeouts of calls are real time.
+        ``clock``: of leases and of the time for which writes stay off. Timeouts of calls are real time. ``tenant_bytes``: most bytes of a
+        tenant, by its name; ``records``: what says whose a space is, beside what was described before.
         """
         self.config, self.clock = config, clock
         self._port = os_port or DiskOs()
         self._files = DiskFiles(config, self._port)
         try:
-            self._index = DiskIndex(self._files, self._files.load())
+            segments, self._descriptions = self._files.load(), self._files.descriptions()
+            tenants = DiskTenants(tenant_bytes or {}, {**self._descriptions, **(records or {})})
+            self._index = DiskIndex(self._files, segments, tenants)
             self._away_s = max(time.time() - self._files.written_at, 0.0) if len(self._index) else 0.0
             self._index.shrink()
+            self._index.keep_caps()
             if not self._files.tidy():
                 raise ConfigError(f"files in {config.directory} cannot be removed, and they exceed the cap; check the disk")
-            self._descriptions = self._files.descriptions()
         except OSError as error:
             self._files.close()
             raise ConfigError(f"{config.directory} cannot be used ({error}); check the disk, or choose another directory") from error
@@ -114,8 +125,9 @@ class DiskStore:
         with self._call(timeout_s) as until:
             with self._locked(until):
                 found, size = self._leases.admit(self._index.take(ids))
-            reads = [None if item is None else Read(item, np.empty(item.length, np.uint8)) for item in found]
             try:
+                memory = self._memory(found)
+                reads = [None if item is None else Read(item, memory[i]) for i, item in enumerate(found)]
                 self._read([read for read in reads if read is not None], found, until)
             except BaseException:
                 with self._locked():
@@ -156,6 +168,8 @@ class DiskStore:
             with self._locked(until):
                 if self._descriptions.get(digest) == dict(record):
                     return
+                if (named := self._index.tenants.named(digest, record)) is not None:
+                    self._index.assign(*named)
                 self._descriptions[digest] = dict(record)
                 if not self._writable():
                     return
@@ -175,7 +189,7 @@ class DiskStore:
                 capacity_bytes=max(self._files.capacity, self._index.slots.used_bytes), used_bytes=self._index.slots.used_bytes,
                 objects=len(self._index), puts=counted.puts, put_refused=counted.put_refused, gets=counted.gets,
                 get_misses=counted.get_misses, checksum_failures=counted.checksum_failures, evictions=counted.evictions,
-                leases=len(self._leases), writes_off=self._off[0] if self._off else "",
+                leases=len(self._leases), writes_off=self._off[0] if self._off else "", tenants=self._index.tenants.report(),
             )  # fmt: skip
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
@@ -294,6 +308,15 @@ class DiskStore:
                 self._turn_off(error)
             elif done:
                 self._off = None
+
+    def _memory(self, found: Sequence[Found | None]) -> list[Array]:
+        """One buffer for each. Raises StoreError; they are released then."""
+        try:
+            return scratch([0 if item is None else item.length for item in found])
+        except StoreError:
+            with self._lock:
+                self._index.release(found)
+            raise
 
     def _read(self, reads: Sequence[Read], found: Sequence[Found | None], until: float) -> None:
         """Fill the targets; what does not fit is gone then. ``found`` stays pinned, or is released where this raises."""

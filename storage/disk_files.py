@@ -44,6 +44,7 @@ class DiskFiles:
         self._given_up: list[Segment] = []  # their files are to be removed
         self._strays: dict[str, int] = {}  # files that could not be removed
         self._removing = 0  # who is at it now
+        self._unsynced = False  # is something removed that a loss of power could bring back?
         self._next = 1
         self._records_bytes = 0
         self.written_at = 0.0  # when a segment that is there was last written, of time.time()
@@ -144,9 +145,9 @@ class DiskFiles:
             return not self._strays
 
     def untidy(self) -> bool:
-        """Is there a file to remove, or one being removed?"""
+        """Is there a file to remove, or one being removed, or one that a loss of power could bring back?"""
         with self._books:
-            return bool(self._given_up or self._strays or self._removing)
+            return bool(self._given_up or self._strays or self._removing or self._unsynced)
 
     def sweep(self) -> None:
         """Remove what was given up, for good: as far as the disk itself, where syncs are wanted. Raises OSError."""
@@ -166,7 +167,7 @@ class DiskFiles:
             data = memoryview(bytearray(self.port.size(descriptor)))
             found = json.loads(bytes(data[: read_upto(self.port, descriptor, data, 0)]))
             return {bytes.fromhex(digest): {str(k): str(v) for k, v in record.items()} for digest, record in found.items()}
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return {}
         finally:
             self._close_file(descriptor)
@@ -308,6 +309,8 @@ class DiskFiles:
             with self._books:
                 self._strays[path] = size
             return
+        with self._books:
+            self._unsynced = self.config.fsync != "never"
         self._return(size)
 
     def _return(self, size: int) -> None:
@@ -315,11 +318,18 @@ class DiskFiles:
             self.used -= size
 
     def _sync_directory(self) -> None:
-        descriptor = self.port.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        with self._books:
+            before, self._unsynced = self._unsynced, False  # what is removed from now on needs another one
         try:
-            self.port.fsync(descriptor)
-        finally:
-            self._close_file(descriptor)
+            descriptor = self.port.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self.port.fsync(descriptor)
+            finally:
+                self._close_file(descriptor)
+        except OSError:
+            with self._books:
+                self._unsynced |= before
+            raise
 
     def _sentence(self, error: OSError) -> str:
         """What a refusal of the system at start means."""

@@ -9,34 +9,21 @@ as the most recently used: callers pass pages from the root down, and what stays
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from hicache_ray.storage import bits
-from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_format import Geometry, geometry, pack_record, slot_size
+from hicache_ray.storage.disk_holdings import DiskHoldings
 from hicache_ray.storage.disk_plan import Found, Placed, Plan
-from hicache_ray.storage.disk_segment import DEAD, RESERVED, SEALED, Segment, require
-from hicache_ray.storage.disk_slots import SlotMap, mean_use, place
-from hicache_ray.storage.disk_table import PlaceTable, latest
-from hicache_ray.storage.holdings import Counters
+from hicache_ray.storage.disk_segment import RESERVED, SEALED, Segment
+from hicache_ray.storage.disk_slots import mean_use, place
 from hicache_ray.store import Answer
 
 
-class DiskIndex:
-    """Over the segments that ``files`` has. Beside the segments, ``table`` is the only thing in it that grows with every object."""
-
-    def __init__(self, files: DiskFiles, segments: Sequence[Segment]) -> None:
-        self.files = files
-        self.counters = Counters()
-        self.slots = SlotMap()
-        self.table = PlaceTable()
-        self.reserved: dict[bytes, Placed] = {}
-        for segment in segments:
-            self.slots.add(segment)
-        self._adopt()
+class DiskIndex(DiskHoldings):
+    """What the store asks of its holdings."""
 
     # -- questions ---------------------------------------------------------------------------------------------------------------
 
@@ -45,24 +32,6 @@ class DiskIndex:
         hit = bits.pack(at >= 0 for at in self._find(ids))
         pending = bits.pack(map(self.reserved.__contains__, ids)) if self.reserved else 0
         return Answer(hit=hit, pending=pending & ~hit)  # what moves is both
-
-    def ids(self, prefix: bytes = b"") -> list[bytes]:
-        return [segment.id(slot) for segment, slot in self.slots.visible(prefix)]
-
-    def segments(self) -> list[Segment]:
-        return list(self.slots.segments.values())
-
-    def has(self, segment: Segment) -> bool:
-        """False once it was given up: its file goes, or is gone, and its descriptor may be another file's."""
-        return self.slots.segments.get(segment.number) is segment
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that grows with the number of objects."""
-        return self.table.nbytes + sum(segment.nbytes for segment in self.segments())
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
@@ -89,7 +58,7 @@ class DiskIndex:
             if id in plan.visible:
                 plan.order.append(id)
             elif id not in self.reserved:
-                at = self._allocate(length, plan)
+                at = self._allocate(length, plan) if self._within_cap(id, length, plan) else None
                 if at is None:
                     plan.refused += 1
                 elif isinstance(at, Geometry):
@@ -146,22 +115,6 @@ class DiskIndex:
         """Nobody waits for this put any more, and nobody writes for it."""
         self.give_up(plan.placed)
 
-    def place(self, placed: Placed) -> Placed:
-        """A free slot that was taken is reserved from now on."""
-        self.slots.used_bytes += placed.length
-        placed.segment.state[placed.slot] = RESERVED
-        placed.segment.busy += 1
-        self.reserved[placed.id] = placed
-        return placed
-
-    def give_up(self, places: Sequence[Placed]) -> None:
-        """Slots that were reserved are free; nobody writes to them."""
-        for placed in places:
-            if self.reserved.get(placed.id) is placed:
-                self._revoke(placed.id)
-            placed.segment.busy -= 1
-            self.slots.free(placed.segment, placed.slot, placed.length)
-
     # -- reading -----------------------------------------------------------------------------------------------------------------
 
     def take(self, ids: Sequence[bytes]) -> list[Found | None]:
@@ -180,16 +133,6 @@ class DiskIndex:
         self.counters.gets += len(ids)
         self.counters.get_misses += found.count(None)
         return found
-
-    def release(self, found: Sequence[Found | None]) -> None:
-        for item in found:
-            if item is not None:
-                self.slots.unpin(item.segment, item.slot)
-
-    def bad(self, found: Found) -> None:
-        """Its bytes do not fit its checksum; it is pinned still."""
-        if found.segment.state[found.slot] == SEALED and int(found.segment.records["sequence"][found.slot]) == found.sequence:
-            self._remove(found.segment, found.slot)
 
     # -- removing ----------------------------------------------------------------------------------------------------------------
 
@@ -214,13 +157,6 @@ class DiskIndex:
             self._revoke(id)
         return len(found)
 
-    def dissolve(self, segment: Segment) -> None:
-        """A segment that nobody uses goes, and its file with it."""
-        for slot in np.flatnonzero(segment.state == SEALED).tolist():
-            self._remove(segment, slot)
-        self.slots.remove(segment)
-        self.files.give_up(segment)
-
     def shrink(self) -> None:
         """Give up the coldest segments until the files fit under the cap."""
         for segment in sorted(self.segments(), key=mean_use):
@@ -228,47 +164,19 @@ class DiskIndex:
                 return
             self.dissolve(segment)
 
-    def check(self) -> None:
-        """Everything agrees with everything. Raises Inconsistent."""
-        self.slots.check()
-        states: Counter[int] = Counter()
-        lengths = 0
-        for segment in self.segments():
-            states.update(segment.state.tolist())
-            lengths += int(segment.records["length"][segment.state == SEALED].sum())
-        require(sorted(self._find(self.ids())) == sorted(place(*at) for at in self.slots.visible()), "the table misses visible objects")
-        require(len(self.table) == states[SEALED], "the table has another number of objects")
-        require(all(p.segment.state[p.slot] == RESERVED for p in self.reserved.values()), "a reservation has no slot")
-        require(states[RESERVED] == len(self.reserved), "a slot is reserved by nobody")
-        dead = self.slots.dead
-        idle = not self.reserved and states[DEAD] == len(dead)  # else a put is under way, whose lengths only it knows
-        require(not idle or self.slots.used_bytes == lengths + sum(dead.values()), "used bytes are wrong")
-        require(self.files.used <= self.files.config.size_bytes, "the cap is exceeded")
+    def assign(self, space: bytes, tenant: str) -> None:
+        """Ids that begin with ``space`` belong to ``tenant`` from now on; its oldest go if that is over its cap. Raises StoreError."""
+        lengths = [segment.length(slot) for segment, slot in self.slots.visible(space)]
+        lengths += [placed.length for id, placed in self.reserved.items() if id.startswith(space)]
+        self.tenants.assign(space, tenant, lengths)
+        self.keep_caps()
+
+    def keep_caps(self) -> None:
+        """Evict the oldest of who has too much."""
+        for number, size in list(self.tenants.too_much()):
+            self._evict_of(number, size, self.slots.tick + 1)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
-
-    def _adopt(self) -> None:
-        """Name what the segments hold; of two objects of one id the later written stays."""
-        parts = [(segment, np.flatnonzero(segment.state == SEALED)) for segment in self.segments()]
-        if not parts:
-            return
-        ids = np.concatenate([segment.records["id"][slots] for segment, slots in parts])
-        places = np.concatenate([place(segment, 0) + slots for segment, slots in parts])
-        stays = latest(ids, [segment.records["sequence"][slots] for segment, slots in parts])
-        self.table.insert(ids[stays], places[stays])
-        for at in places[~stays].tolist():
-            self.slots.hide(*self.slots.at(at))
-
-    def _find(self, ids: Sequence[bytes]) -> list[int]:
-        """The place of each, -1 where it is not visible."""
-        if not ids:
-            return []
-        found: list[int] = self.table.find(ids).tolist()
-        out = []
-        for id, at in zip(ids, found, strict=True):
-            segment, slot = self.slots.at(at) if at >= 0 else (None, 0)
-            out.append(at if segment is not None and segment.id(slot) == id else -1)
-        return out
 
     def _allocate(self, length: int, plan: Plan) -> tuple[Segment, int] | Geometry | Segment | None:
         """A free slot, making room where there is none; or the segment to make, whose room is taken, or to empty, which takes nothing new;
@@ -308,14 +216,16 @@ class DiskIndex:
         self._remove(*self.slots.at(own[1]))
         return True
 
-    def _remove(self, segment: Segment, slot: int) -> None:
-        self.table.remove(segment.id(slot), place(segment, slot))
-        self.slots.hide(segment, slot)
+    def _within_cap(self, id: bytes, length: int, plan: Plan) -> bool:
+        """Where the object would bring its tenant over its cap, the oldest of that go. False where there is no room for it all the same."""
+        if length > self.files.config.segment:
+            return True  # there is no slot for it anyway
+        number, size = self.tenants.excess(id, length, plan)
+        if size:
+            self._evict_of(number, size, plan.start)
+        return self.tenants.admits(number, length)
 
-    def _revoke(self, id: bytes) -> None:
-        """A writer's reservation: its slot is free when the writer ends."""
-        placed = self.reserved.pop(id, None)
-        if placed is not None:
-            placed.segment.state[placed.slot] = DEAD
-            if placed.segment.records["magic"][placed.slot]:
-                placed.segment.write_record(placed.slot, b"")
+    def _evict_of(self, tenant: int, size: int, before: int) -> None:
+        for at in self.tenants.oldest(self.slots, tenant, size, before):
+            self.counters.evictions += 1
+            self._remove(*self.slots.at(at))

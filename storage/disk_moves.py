@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hicache_ray.errors import StoreError
+from hicache_ray.storage.checked import scratch
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_plan import Found, Placed
@@ -45,7 +47,7 @@ class Mover:
         """Move what is visible in a segment that takes nothing new (``SlotMap.close``). Where that leaves it empty and unused it is given
         up, else it takes objects again. Returns what the disk refused to write.
 
-        Raises StoreTimeout or StoreClosed; ``abandoned()`` is called then, as soon as nobody reads or writes any more.
+        Raises StoreError; ``abandoned()`` is called then, as soon as nobody reads or writes any more.
         """
 
         def undo(part: Part) -> Callable[[], None]:
@@ -71,7 +73,12 @@ class Mover:
 
     def _move(self, part: Part, until: float, undo: Callable[[], None]) -> tuple[bool, Exception | None]:
         """Whether all of it is gone from its old place, and what the disk refused to write; what it refuses to read stays where it is."""
-        reads = [Read(found, np.empty(found.length, np.uint8)) for found in part.found]
+        try:
+            memory = scratch([found.length for found in part.found])
+        except StoreError:
+            undo()
+            raise
+        reads = [Read(found, data) for found, data in zip(part.found, memory, strict=True)]
         self._workers.run(read_jobs(self._port, reads, self._workers.staging_bytes), until, undo)
         writes = [Write(placed, read.target) for placed, read in zip(part.placed, reads, strict=True) if read.fits]
         done, failed = self._writer.store(writes, until, undo, replacing=True) if writes else ([], None)
@@ -117,6 +124,7 @@ class Mover:
                 new.used_sum += int(old.used[found.slot])
                 new.newest = max(new.newest, int(old.used[found.slot]))
                 index.slots.hide(old, found.slot)
+                index.tenants.count(found.id, found.length, -1)  # it was counted in both places
             else:
                 index.give_up([placed])
         index.release(part.found)

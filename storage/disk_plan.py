@@ -37,6 +37,7 @@ class Plan:
 
     ``todo``: (number, id, length) of objects without a slot yet, the next one last. ``wanted``: the segment that must be made before
     ``proceed`` can go on; its room is taken already. ``leaving``: one that must be emptied before. ``error``: why there is no more room.
+    ``capped``: tenants whose oldest went already.
     Slot sizes for which other classes were looked at: for thin segments (``compared``), for cold ones (``weighed``), in vain (``starved``).
     """
 
@@ -49,6 +50,7 @@ class Plan:
     visible: set[bytes] = field(default_factory=set)
     refused: int = 0
     error: Exception | None = None
+    capped: set[int] = field(default_factory=set)
     compared: set[int] = field(default_factory=set)
     weighed: set[int] = field(default_factory=set)
     starved: set[int] = field(default_factory=set)

@@ -150,13 +150,16 @@ class SlotMap:
         for _ in range(2):
             line = self._victims.get(size, [])
             while line:
-                use, at = line[-1]
-                segment, slot = self.segments.get(at >> _SLOT_BITS), at & _MASK
-                if segment and segment.state[slot] == SEALED and segment.used[slot] == use and at not in self.pins:
-                    return line[-1] if use < before else None
+                if self.idle(*line[-1]):
+                    return line[-1] if line[-1][0] < before else None
                 line.pop()
             self._victims[size] = self._list_victims(size)
         return None
+
+    def idle(self, use: int, at: int) -> bool:
+        """Is there an object still that was last used then, and that nobody uses?"""
+        segment, slot = self.segments.get(at >> _SLOT_BITS), at & _MASK
+        return segment is not None and bool(segment.state[slot] == SEALED and segment.used[slot] == use) and at not in self.pins
 
     def coldest(self, size: int, before: int) -> Segment | None:
         """The coldest segment of another class that nobody uses now, nor since ``before``."""

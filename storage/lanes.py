@@ -83,6 +83,7 @@ class Lane:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+                del result  # nothing of a call outlives it here, however long the next one is in coming
             del work, future, call
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:

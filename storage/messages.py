@@ -212,7 +212,7 @@ def _object(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def seconds(reader: Reader) -> float:
-    """A duration that a client asks for. NaN and negative numbers are not durations."""
+    """A duration that a peer names. NaN and negative numbers are not durations."""
     return require_seconds(reader.real())
 
 

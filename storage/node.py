@@ -29,9 +29,9 @@ from hicache_ray.storage.index import ArenaIndex
 from hicache_ray.storage.loading import Loader
 from hicache_ray.storage.promotion import Promotion, look_behind
 from hicache_ray.storage.table import FEW
+from hicache_ray.storage.tenants import TENANT
 from hicache_ray.store import SPACE_BYTES, Answer, Store, StoreStats
 
-TENANT = "tenant"  # the field of a namespace's record that says whose it is
 _STATS_S = 0.5
 
 Lost: TypeAlias = "list[npt.NDArray[np.uint8]] | None"  # ids that went, by (n, 64) arrays

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from hicache_ray.errors import StoreError
 from hicache_ray.storage.lanes import Lane
 from hicache_ray.storage.members import Member, Members
 
@@ -43,13 +44,19 @@ class Prober:
         return self
 
     def step(self) -> None:
-        """One round: ping everyone else; who has not answered within the deadline of a ping has missed it."""
+        """One round: ping everyone else; who has not answered within the deadline of a ping has missed it. Who could not be asked has
+        missed nothing."""
         timeout_s = self._members.config.ping_timeout_s
         others = [member for member in self._members.everyone() if member.node != self._here]
         for node in set(self._lanes) - {member.node for member in others}:
             self._lanes.pop(node).close(0.0)
             self._asking.pop(node, None)
-        fresh = {member.node: self._send(member, timeout_s) for member in others if self._free(member.node)}
+        fresh: dict[str, Future[str]] = {}
+        for member in [member for member in others if self._free(member.node)]:
+            try:
+                fresh[member.node] = self._send(member, timeout_s)
+            except StoreError:  # no thread is to be had, which the lane has logged
+                others.remove(member)
         wait(fresh.values(), timeout_s)
         for member in others:
             answer = self._answer(fresh.get(member.node))

@@ -52,7 +52,7 @@ class StorageNode:
     def _start(self) -> None:
         config = self.config
         if config.disk is not None:
-            self.disk = DiskStore(config.disk, self._clock)
+            self.disk = DiskStore(config.disk, self._clock, None, config.arena.tenant_bytes, config.records)
             self._closing.callback(self.disk.close)
         self._closing.callback(self.service.close)
         node = self.service.open().node

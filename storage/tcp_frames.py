@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hicache_ray.errors import StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.connection import Refused
-from hicache_ray.storage.messages import text
+from hicache_ray.storage.messages import seconds, text
 from hicache_ray.storage.wire import HEADER, MAX_BODY, Reader, WireError
 from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
 
@@ -247,7 +247,7 @@ def pack_forgotten(found: Sequence[tuple[bytes, float]]) -> bytes:
 def unpack_forgotten(reader: Reader) -> list[tuple[bytes, float]]:
     ages = []
     for _ in range(reader.number("H")):
-        age = reader.real()
+        age = seconds(reader)
         ages.append((reader.take(reader.number("H")), age))
     reader.end()
     return ages

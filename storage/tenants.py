@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreError
 from hicache_ray.store import SPACE_BYTES
 
+TENANT = "tenant"  # the field of a namespace's record that says whose it is
 MOST = 1 << 15  # tenants: their numbers have 16 bits in the table of objects
 
 

@@ -17,7 +17,7 @@ from hicache_ray.actors.gateway import ClusterBackend
 from hicache_ray.actors.messages import Begun, GroupSetup, Prompt
 from hicache_ray.actors.setup import namespace_of
 from hicache_ray.config_sources import load
-from hicache_ray.errors import Busy, GroupLost, HiCacheError, StorageDetached
+from hicache_ray.errors import Busy, ConfigError, GroupLost, HiCacheError, StorageDetached
 from hicache_ray.keys import space_of
 from hicache_ray.records import Compute, Move, Outcome, Record
 from hicache_ray.spec import CacheSpec
@@ -227,6 +227,44 @@ def test_nothing_is_claimed_of_storage_that_is_detached() -> None:
         assert await generate(shell, "s") == 300  # nobody is held any longer
         await adopt(shell, 2)
         assert not shell.attached
+
+    run(story())
+
+
+def test_nothing_is_preserved_where_there_is_no_storage() -> None:
+    async def story() -> None:
+        shell = CoordinatorShell(GroupSetup(CONFIG, SPEC, MINE, ""))
+        await shell.adopt([Handle(Rank())], Begun(1, attached=False))
+        assert await generate(shell, "r") == 300
+        backend = Known(hicache_coordinator_app_one=Handle(shell))
+        for flush in (shell.flush(["device", "host"], 5.0, True), backend.flush(["device", "host"], 5.0, True)):
+            with pytest.raises(ConfigError, match="storage.backend is none, so nothing can be preserved"):
+                await flush
+        assert await generate(shell, "again") < 300
+        assert await backend.flush(["device", "host", "storage"], 5.0) == 1
+        assert await generate(shell, "cold") == 300
+
+    run(story())
+
+
+def test_storage_that_is_given_back_while_ranks_join_stays() -> None:
+    """They had joined without it and got it since; only a coordinator that is new has nothing but their word."""
+
+    async def story() -> None:
+        shell = coordinator(MemoryStore(1 << 20))
+        await adopt(shell)
+        await shell.detach_storage()
+        joined = Begun(2, attached=False)
+        await shell.attach_storage()
+        await shell.adopt([Handle(Rank())], joined)
+        assert shell.attached
+        assert shell.driver is not None
+        assert shell.driver.cache.res.storage
+        new = coordinator(MemoryStore(1 << 20), first=False)
+        await new.adopt([Handle(Rank())], joined)
+        assert not new.attached
+        assert new.driver is not None
+        assert not new.driver.cache.res.storage
 
     run(story())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ray.errors import Busy, Cancelled
+from hicache_ray.errors import Busy, Cancelled, StorageDetached
 from hicache_ray.records import Clear, Compute, Lookup, Move, Outcome
 from hicache_ray.spec import Tier
 from hicache_ray.testing import Served, full
@@ -169,6 +169,30 @@ def test_a_preserving_flush_has_one_deadline_for_all_that_it_writes(where: tuple
     assert stack.served["held back"] == Served(0, 0, 0, 300)
     all_bytes_are_right(stack, (A, prompt(9, 300)))
     at_rest(stack)
+    stack.flush(preserve=True)
+    assert stack.probe(A).l3 == 512
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_preserving_flush_without_storage_empties_nothing(when: str) -> None:
+    stack = hybrid(write_policy="write_back")
+    stack.put(A)
+    stack.settle()
+    if when == "before":
+        stack.detach()
+    steps = Steps(stack)
+    name = stack.group.flush((Tier.DEVICE, Tier.HOST), preserve=True)
+    stack._collect()
+    if when == "meanwhile":
+        write = steps.until(lambda e: is_move(e, Tier.HOST, Tier.STORAGE))
+        stack.detach()
+        steps.queue.insert(0, write)
+    steps.settle()
+    assert isinstance(ended(stack, name)[0].error, StorageDetached)
+    assert stack.probe(A).l1 == 512
+    at_rest(stack)
+    all_bytes_are_right(stack, [A])
+    stack.attach()
     stack.flush(preserve=True)
     assert stack.probe(A).l3 == 512
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.records import Move
+from hicache_ray.records import Compute, Move
+from hicache_ray.resume import Limit
 from hicache_ray.spec import Tier
-from hicache_ray.testing import Stack, full
-from tests.core.drive import Steps, at_rest, is_move, prompt
+from hicache_ray.testing import Served, Stack, full
+from tests.core.drive import Steps, all_bytes_are_right, at_rest, is_move, prompt
 
 PAGES = 10
 A, D, E, F = (prompt(seed, 64 * PAGES + 1) for seed in (1, 2, 3, 4))
@@ -97,3 +98,108 @@ def test_all_rounds_of_a_request_that_needs_room_share_that_time() -> None:
     steps.settle()
     at_rest(stack)
     assert len(stack.have("l3", "full", E)) == 3 + 1  # the last one is on the host when the time is over, and is written after that
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+def test_a_request_that_loads_all_of_the_host_loses_no_page_that_leaves_the_device_for_it(policy: str) -> None:
+    """A is all that the host has and D all that the device has, alone. D leaves through the page of A that L3 has as well."""
+    stack = Stack(pools={"full": full()}, write_policy=policy, l1=PAGES + 1, l2=PAGES)
+    for tokens in (A, D):
+        stack.put(tokens)
+        stack.settle()
+    assert stack.have("l2", "full", A) == stack.have("l3", "full", A) == set(range(PAGES))
+    assert stack.have("l2", "full", D) | stack.have("l3", "full", D) == set()
+    stack.put(A, "r")
+    assert stack.served["r"] == Served(0, 64 * (PAGES - 1), 0, 65)
+    assert stack._jobs["r"].limit is Limit.HOST_ROOM
+    stack.settle()
+    for tokens in (A, D):
+        assert set().union(*(stack.have(tier, "full", tokens) for tier in ("l1", "l2", "l3"))) == set(range(PAGES))
+    assert stack.res.counters[(Tier.HOST, "full")].refused == 0
+    at_rest(stack)
+    all_bytes_are_right(stack, [A, D])
+
+
+def test_without_storage_a_request_loads_all_of_the_host() -> None:
+    """What leaves the device for it has nowhere to go, and the host gives up nothing for that."""
+    stack = Stack(pools={"full": full()}, write_policy="write_back", l1=PAGES + 1, l2=PAGES, settings={"storage": False})
+    for tokens in (A, D):
+        stack.put(tokens)
+        stack.settle()
+    stack.put(A, "r")
+    assert stack.served["r"] == Served(0, 64 * PAGES, 0, 1)
+    stack.settle()
+    assert stack.have("l1", "full", A) == stack.have("l2", "full", A) == set(range(PAGES))
+    at_rest(stack)
+
+
+def test_a_running_request_leases_nothing_on_the_host() -> None:
+    """What it resumes from is on the device, and stays there: the host's copies are others' to replace."""
+    stack = Stack(pools={"full": full()}, l1=2 * PAGES + 2, l2=PAGES)
+    stack.put(A)
+    stack.settle()
+    stack.flush(l1=True, l2=False)
+    stack.begin(A, "r")
+    steps = Steps(stack)
+    run = steps.until(lambda e: isinstance(e.record, Compute))
+    held = {lease.place[0]: len(lease.slots) for lease in stack.res.leases.open("r")}
+    assert set(held) == {Tier.DEVICE}
+    assert stack.res.pools[(Tier.HOST, "full")].idle == PAGES
+    stack.run(run)
+    steps.settle()
+    assert stack.served["r"] == Served(0, 64 * PAGES, 0, 1)
+    at_rest(stack)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_leaves_the_device_waits_for_the_pages_that_storage_is_being_given(answers: bool) -> None:
+    """A fills the host and is on its way to L3 when D has to leave as well: D is kept until there is room, but not for ever."""
+    stack = Stack(pools={"full": full()}, write_policy="write_back", l1=PAGES + 1, l2=PAGES, settings={"prefetch_base_s": 1.5})
+    stack.put(A)
+    stack.settle()
+    stack.begin(D, "d")
+    steps = Steps(stack)
+    write = steps.until(lambda e: is_move(e, Tier.HOST, Tier.STORAGE))
+    steps.run()
+    assert stack.served["d"].computed == len(D)
+    began = stack.clock()
+    stack.begin(E, "e")
+    steps.run()
+    assert stack.res.pools[(Tier.HOST, "full")].idle == 0
+    assert stack.group.next_deadline() == began + 1.5
+    if answers:
+        stack.run(write)
+    else:
+        stack.step(1.5)
+    steps.run()
+    assert stack.served["e"].computed == len(E)
+    if not answers:
+        stack.run(write)
+    steps.settle()
+    kept = stack.have("l2", "full", D) | stack.have("l3", "full", D)
+    assert (len(kept), stack.res.counters[(Tier.HOST, "full")].refused) == ((PAGES, 0) if answers else (0, PAGES))
+    assert stack.have("l3", "full", A) == set(range(PAGES))
+    at_rest(stack)
+
+
+def test_what_leaves_the_device_waits_for_pages_that_are_on_their_way_to_the_host() -> None:
+    """The backup of A, which has been used twice, holds the host when D has to leave, which has been used once."""
+    settings = {"device_reserve": 0}
+    stack = Stack(pools={"full": full()}, write_policy="write_through_selective", l1=2 * PAGES + 1, l2=PAGES, settings=settings)
+    for tokens in (D, A):
+        stack.put(tokens)
+        stack.settle()
+    stack.begin(A, "again")
+    steps = Steps(stack)
+    copy = steps.until(lambda e: is_move(e, Tier.DEVICE, Tier.HOST))
+    steps.run()
+    stack.begin(E, "e")
+    steps.run()
+    assert "e" not in stack.served
+    stack.run(copy)
+    steps.settle()
+    assert stack.served["e"].computed == len(E)
+    for tokens in (A, D):
+        assert set().union(*(stack.have(tier, "full", tokens) for tier in ("l1", "l2", "l3"))) == set(range(PAGES))
+    assert stack.res.counters[(Tier.HOST, "full")].refused == 0
+    at_rest(stack)

@@ -291,12 +291,17 @@ def weighed_without_the_rule(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cost, "local", a_little_less)
 
 
+def requests_take_all_of_the_host(patch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is left for what leaves the device."""
+    patch.setattr(Residency, "reserve", lambda self, place: 0)
+
+
 PLANTS: tuple[Plant, ...] = (
     publish_before_completion, release_twice, forget_a_release, minimum_of_lengths, skip_checksums, or_over_ranks, stale_reports_count,
     slots_free_at_the_deadline, evict_what_is_leased, canonical_by_name_only, keep_all_that_arrived, one_page_too_few, flush_what_is_idle,
     a_report_counts_twice, shorter_than_it_may, shorter_plan, any_rank_will_do, evict_without_rescue,
     a_drop_forgets_what_is_under_way, a_drop_waits_for_no_writer, detached_in_name_only, blind_to_what_is_embedded,
-    homes_are_told_once, others_pages_for_its_own, weighed_without_the_rule,
+    homes_are_told_once, others_pages_for_its_own, weighed_without_the_rule, requests_take_all_of_the_host,
 )  # fmt: skip
 #: A world in which much goes wrong.
 STORMY = replace(cases()["hybrid"], faults=6.0)
@@ -312,6 +317,7 @@ CASE: dict[Plant, str | Case] = {
     homes_are_told_once: replace(cases()["shards"], faults=3.0),
     stale_reports_count: STORMY,
     others_pages_for_its_own: "in_turn",
+    requests_take_all_of_the_host: "keeps_tight",
     weighed_without_the_rule: replace(cases()["state"], settings={"load_or_recompute": LoadPolicy.COST}),
 }
 

@@ -47,6 +47,13 @@ def test_random_histories_hold(first: int) -> None:
         assert simulate(seed, STEPS).served > 0
 
 
+@pytest.mark.parametrize("case", ["keeps_tight", "keeps_tight_selective"])
+@pytest.mark.parametrize("seed", [2, 7, 8])
+def test_nothing_is_forgotten_while_storage_has_room(case: str, seed: int) -> None:
+    """The host is smaller than what requests load, wait for and leave behind at once."""
+    assert simulate(seed, STEPS, case).served > 0
+
+
 def test_the_seeds_have_every_value_of_every_setting() -> None:
     """And every kind of component, on all ranks, on some of them, and with its pages in turn."""
     worlds = [World(seed) for seed in SEEDS]

@@ -78,6 +78,11 @@ def sound(store: DiskStore) -> None:
     store.check()
 
 
+def no_memory(*_: object) -> None:
+    """Instead of ``np.empty``."""
+    raise MemoryError
+
+
 class CountingOs(DiskOs):
     """Counts calls by name, and asks ``strike`` before each: it may raise, or do worse."""
 
@@ -188,9 +193,9 @@ class Killer(CountingOs):
             os.kill(os.getpid(), 9)
 
 
-def write_on(directory: Path, first: int, nth: int, acknowledge: Callable[[], object]) -> None:
+def write_on(directory: Path, size_bytes: int, first: int, nth: int, acknowledge: Callable[[], object]) -> None:
     """Puts from number ``first`` on, some reads and drops between them, until the ``nth`` call of the system, which is the last."""
-    store = DiskStore(small(directory, io_threads=3, direct="off"), os_port=Killer(nth))
+    store = DiskStore(small(directory, size_bytes=size_bytes, io_threads=3, direct="off"), os_port=Killer(nth))
     for i in range(first, first + nth):
         put(store, batch(i))
         acknowledge()
@@ -207,14 +212,15 @@ def batch(number: int) -> list[int]:
 
 
 def main() -> None:
-    """For every line ``directory first nth``: fork a writer that dies at its ``nth`` call. Prints its status and how many puts it saw."""
+    """For every line ``directory size_bytes first nth``: fork a writer that dies at its ``nth`` call. Prints its status, and how many puts
+    ended."""
     for line in sys.stdin:
-        directory, first, nth = line.split()
+        directory, size_bytes, first, nth = line.split()
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
             try:
-                write_on(Path(directory), int(first), int(nth), partial(os.write, writing, b"1"))
+                write_on(Path(directory), int(size_bytes), int(first), int(nth), partial(os.write, writing, b"1"))
             finally:
                 os._exit(1)  # not reached where the writer was killed
         os.close(writing)

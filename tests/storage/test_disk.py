@@ -25,7 +25,7 @@ from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_work import Workers
 from hicache_ray.store import DIGEST_BYTES, GROUP_BYTES, KEY_BYTES, SPACE_BYTES, TAG_BYTES
 from tests.storage.conftest import FakeClock
-from tests.storage.disks import BLOCK, CountingOs, OpenDisk, get, put, size_of, small, sound, visible
+from tests.storage.disks import BLOCK, CountingOs, OpenDisk, get, no_memory, put, size_of, small, sound, visible
 from tests.storage.objects import TIMEOUT_S, name, page
 
 
@@ -308,6 +308,19 @@ def test_a_lease_runs_out_and_memory_of_leases_is_bounded(tmp_path: Path, disk: 
     store.close()
 
 
+def test_a_lease_for_which_there_is_no_memory_holds_nothing(tmp_path: Path, disk: OpenDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk(small(tmp_path, lease_bytes=3 * BLOCK))
+    put(store, [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", no_memory)
+        with pytest.raises(StoreError, match=f"no memory for the {size_of(0) + size_of(1)} bytes"):
+            store.lease([name(0), name(9), name(1)], TIMEOUT_S)
+    assert store._index.slots.pins == {}
+    with store.lease([name(0), name(1)], TIMEOUT_S) as lent:
+        assert lent.valid() == 0b11
+    store.check()
+
+
 def test_nothing_is_left_by_a_close_nor_by_a_refused_start(tmp_path: Path, disk: OpenDisk) -> None:
     before = descriptors()
     store = disk(small(tmp_path))
@@ -454,7 +467,7 @@ def test_a_record_that_the_disk_hangs_on_keeps_nobody_else_waiting(tmp_path: Pat
     put(store, [0])
     hang.set()
     with pytest.raises(StoreTimeout):
-        store.describe(b"first", {"model": "a"}, 0.05)
+        store.describe(b"first", {"model": "a"}, 0.5)
     assert get(store, [0]) == {0}
     assert put(store, [3]) == {3}
     assert store.described(TIMEOUT_S) == {b"first": {"model": "a"}}
@@ -591,6 +604,33 @@ def test_a_drop_removes_the_files_that_hold_what_was_evicted(tmp_path: Path, dis
     crashed = tmp_path.with_name(f"{tmp_path.name}-crashed")
     shutil.copytree(tmp_path, crashed)
     assert gone not in visible(disk(small(crashed)))
+    sound(store)
+
+
+def test_a_drop_waits_until_no_loss_of_power_brings_a_removed_file_back(tmp_path: Path, disk: OpenDisk) -> None:
+    """Whoever removed it could not go on, and so did not sync the directory."""
+    refuse = threading.Event()
+
+    def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        if refuse.is_set() and (call == "fsync" or (call == "open" and arguments[1] & os.O_CREAT)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    port = CountingOs(strike)
+    store = disk(small(tmp_path, fsync="batch"), FakeClock(), port)
+    for n in range(0, 150, 3):
+        put(store, [n])
+    assert store.drop([name(141)], TIMEOUT_S) == 1
+    synced = port.calls["fsync"]
+    refuse.set()
+    assert put(store, [1]) == set()  # the coldest segment is gone, and no other is there
+    with pytest.raises(StoreError, match="some may come back at the next start"):
+        store.drop([name(144)], TIMEOUT_S)
+    refuse.clear()
+    assert store.drop([name(144)], TIMEOUT_S) == 0
+    after = port.calls["fsync"]
+    assert after > synced
+    assert store.drop([name(147)], TIMEOUT_S) == 1
+    assert port.calls["fsync"] == after  # nothing was removed since
     sound(store)
 
 

@@ -10,11 +10,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hicache_ray.errors import StoreTimeout
+from hicache_ray.errors import StoreError, StoreTimeout
 from hicache_ray.storage import DiskStore
-from tests.storage.disks import BLOCK, CountingOs, FailingOs, OpenDisk, PowerOs, get, half, put, size_of, small, sound, visible
+from tests.storage.disks import BLOCK, CountingOs, FailingOs, OpenDisk, PowerOs, get, half, no_memory, put, size_of, small, sound, visible
 from tests.storage.objects import TIMEOUT_S, name, page
 
 KEPT = [0, 24, 48, 72, 96, 120]  # the first object of each segment, each of one block
@@ -167,6 +168,23 @@ def test_what_cannot_be_read_does_not_move_and_does_not_stop_a_put(tmp_path: Pat
     put(store, [n + 12 for n in NEW])
     assert set(visible(store)) == {*KEPT, *NEW, *(n + 12 for n in NEW)} - set(KEPT[:2])
     assert store.stats(TIMEOUT_S).checksum_failures == 1
+    sound(store)
+
+
+def test_a_move_for_which_there_is_no_memory_leaves_all_as_it_was(
+    tmp_path: Path, disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk(small(tmp_path, size_bytes=ROOM))
+    thin(store)
+    wide = page(1, size_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", no_memory)
+        with pytest.raises(StoreError, match="no memory"):
+            store.put([name(1)], [wide], TIMEOUT_S)
+    assert visible(store) == KEPT
+    sound(store)
+    assert put(store, NEW) == set(NEW)
+    assert visible(store) == sorted(KEPT + NEW)
     sound(store)
 
 

@@ -67,6 +67,21 @@ def test_what_left_the_arena_is_read_from_the_disk_and_is_in_the_arena_then(make
     assert nodes[0].stats()["disk"]["gets"] == 8 + stats["disk"]["gets"]  # from the arena
 
 
+def test_what_is_damaged_in_the_arena_does_not_get_to_the_disk(make: Callable[..., Nodes]) -> None:
+    """There it would have a checksum that it fits."""
+    nodes = make(1)
+    store, behind = nodes.open(0), nodes[0].behind
+    assert behind is not None
+    with behind._queue.paused():
+        assert put(store, MANY[:3]) == 0b111
+        assert store.damage(name(MANY[1]))
+    flush(nodes)
+    stats = nodes[0].stats()
+    assert (stats["disk"]["objects"], stats["behind"]["written"], stats["behind"]["lost"]) == (2, 2, 1)
+    assert get(store, MANY[:3]) == {MANY[0], MANY[2]}
+    assert present(store, MANY[:3]) == {MANY[0], MANY[2]}
+
+
 def test_another_node_reads_what_is_on_the_disk(make: Callable[..., Nodes]) -> None:
     nodes = make(3)
     store_all(nodes, nodes.open(0))

@@ -8,7 +8,10 @@ import mmap
 import os
 import resource
 import socket
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,14 +20,17 @@ import pytest
 
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, ClientConfig, MemoryStore
-from hicache_ray.storage.connection import Overloaded
+from hicache_ray.storage.connection import Deadline, Overloaded
 from hicache_ray.storage.lanes import Lane
 from hicache_ray.storage.loading import Loader
+from hicache_ray.storage.members import Member, Members
+from hicache_ray.storage.prober import Prober
 from hicache_ray.storage.segment import Segment
 from hicache_ray.storage.tcp import TcpClientConfig, TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.storage.tcp_server import TcpServer
 from hicache_ray.storage.threads import join_all
+from tests.storage.conftest import FakeClock
 from tests.storage.objects import CALLS, PAGE, TIMEOUT_S, get, name, page, put
 
 EAGER = ClientConfig(backoff_s=0.0, backoff_most_s=0.0, kernel="off")
@@ -108,6 +114,7 @@ def test_no_thread_for_a_compiled_loop(monkeypatch: pytest.MonkeyPatch, tmp_path
     """There is none as long as there is no thread; whoever asks later gets it."""
     (tmp_path / "loop_of_a_test.py").write_text("move = 7\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "loop_of_a_test", raising=False)  # of an earlier run
     loader = Loader("loop_of_a_test", "move", "this goes on without", off=False)
     with no_threads(monkeypatch, "hicache-kernel") as asked:
         assert loader.get() is None
@@ -157,6 +164,28 @@ def test_no_thread_for_a_lane(nothing_left: None, monkeypatch: pytest.MonkeyPatc
         lane.submit(lambda: 1)
     assert lane.submit(lambda: 2).result(TIMEOUT_S) == 2
     lane.close(TIMEOUT_S)
+
+
+def test_no_thread_for_a_ping(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was not asked has missed nothing, and the others are asked."""
+    members = Members(FakeClock())
+    for node in ("n0", "n1", "n2"):
+        members.join(Member(node, "1"))
+    asked: list[str] = []
+
+    def ping(member: Member, timeout_s: float) -> str:
+        asked.append(member.node)
+        raise StoreError("refused")
+
+    prober = Prober("n0", members, ping)
+    with no_threads(monkeypatch, "hicache-ping-n1"):
+        for _ in range(members.config.misses):
+            prober.step()
+    assert asked == ["n2"] * members.config.misses
+    assert [member.node for member in members.alive().alive] == ["n0", "n1"]
+    prober.step()
+    assert set(asked[members.config.misses :]) == {"n1", "n2"}
+    prober.close()
 
 
 def test_no_descriptor_to_accept_with(config: ArenaConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +244,44 @@ def test_a_closed_connection_is_not_lent_again(service: ArenaService, connect: C
         for pair in others:
             for descriptor in pair:
                 os.close(descriptor)
+
+
+def test_a_connection_given_back_at_the_last_moment_is_taken(
+    service: ArenaService, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told of it as its own wait ends takes it: nobody else was told."""
+    client = connect(service.address, ClientConfig(connections=1))
+    assert put(client, [1]) == 1
+    pool, deadline = client._session._pool, Deadline.after(time.monotonic, TIMEOUT_S)
+    first = pool.take(deadline)
+
+    def late(seconds: float) -> bool:
+        pool.give_back(first, broken=False)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._turn, "wait", late)
+        assert pool.take(deadline) is first
+        patch.setattr(pool._turn, "wait", lambda seconds: False)
+        with pytest.raises(Overloaded):
+            pool.take(deadline)
+    pool.give_back(first, broken=False)
+    assert get(client, [1]) == {1}
+
+
+def test_a_lane_keeps_nothing_of_what_it_ran(nothing_left: None) -> None:
+    lane, gone = Lane("n1", 1), threading.Event()
+
+    def call() -> Callable[[], bool]:
+        def made() -> bool:
+            return True
+
+        weakref.finalize(made, gone.set)
+        return made
+
+    assert lane.submit(call).result(TIMEOUT_S)()
+    assert gone.wait(TIMEOUT_S)
+    lane.close(TIMEOUT_S)
 
 
 def test_a_no_of_the_service_costs_no_connection(service: ArenaService, connect: Connect) -> None:
