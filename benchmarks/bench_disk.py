@@ -2,7 +2,8 @@
 
 Baselines are measured in the same repetition, in the same file system: for writes, raw direct I/O of the same buffers from as many threads
 into a preallocated file, one pwrite per page and one fdatasync at the end; for reads, a file per page, read one by one through the page
-cache, from which they were put out before. Where the file system has no direct I/O both sides use the cache, and the row says so.
+cache, from which they were put out before. Beside the bare reads of the same file it shows how much more the disk could give. Where the
+file system has no direct I/O both sides use the cache, and the row says so.
 
     python -m benchmarks.bench_disk [directory]           prints a table
 """
@@ -61,7 +62,7 @@ def _transfers(case: Case, folder: Path) -> list[Row]:
     sources, targets = _pages(case, 1), _pages(case, 0)
     (folder / "store").mkdir()
     (folder / "files").mkdir()
-    seconds: dict[str, list[float]] = {"raw": [], "put": [], "files": [], "get": []}
+    seconds: dict[str, list[float]] = {}
     store = DiskStore(DiskConfig(str(folder / "store"), 2 * total + (64 << 20), fsync="batch", io_threads=THREADS))
     for i, source in enumerate(sources):
         (folder / "files" / str(i)).write_bytes(source)
@@ -69,24 +70,24 @@ def _transfers(case: Case, folder: Path) -> list[Row]:
         for repetition in range(REPETITIONS + 1):
             store.clear(TIMEOUT_S)
             ids = [os.urandom(KEY_BYTES + TAG_BYTES) for _ in sources]
-            raw = _raw_write(folder / "raw", sources, store.direct)
-            put = timed(lambda ids=ids: expect(store.put(ids, sources, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
+            times = _raw(folder / "raw", sources, targets, store.direct)
+            times["put"] = timed(lambda ids=ids: expect(store.put(ids, sources, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
             _forget(folder)
-            files = timed(lambda: _read_files(folder / "files", targets))
+            times["files"] = timed(lambda: _read_files(folder / "files", targets))
             for target in targets:
                 target[:8] = 0
-            get = timed(lambda ids=ids: expect(store.get(ids, targets, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
+            times["get"] = timed(lambda ids=ids: expect(store.get(ids, targets, TIMEOUT_S), (1 << case.pages) - 1))  # type: ignore[misc]
             expect(all((a == b).all() for a, b in zip(sources, targets, strict=True)), True)
-            if repetition:
-                for name, value in (("raw", raw), ("put", put), ("files", files), ("get", get)):
-                    seconds[name].append(value)
+            for name, value in times.items() if repetition else ():
+                seconds.setdefault(name, []).append(value)
     finally:
         store.close()
     how = "" if store.direct else " (no direct I/O here)"
     what = f"{case.pages} x {case.name}{how}"
     return [
-        beside(f"disk durable put, {what}", total, seconds["put"], seconds["raw"], WRITE_GOAL),
+        beside(f"disk durable put, {what}", total, seconds["put"], seconds["raw put"], WRITE_GOAL),
         beside(f"disk cold get, {what}", total, seconds["get"], seconds["files"], READ_GOAL),
+        beside(f"disk cold get, {what}, than raw reads", total, seconds["get"], seconds["raw get"], None),
     ]
 
 
@@ -123,19 +124,25 @@ def _take_footers_back(folder: Path) -> None:
             file.write(bytes(4096))
 
 
-def _raw_write(path: Path, sources: Sequence[Array], direct: bool) -> float:
-    """Seconds of the writes and the sync; the file is there already, with all its blocks, and is removed afterwards."""
-    size = sources[0].nbytes
+def _raw(path: Path, sources: Sequence[Array], targets: Sequence[Array], direct: bool) -> dict[str, float]:
+    """Seconds of bare writes with the sync, and of bare reads: the most that the disk gives. The file is there already, with all its
+    blocks, and is removed afterwards."""
+    size, count = sources[0].nbytes, len(sources)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0))
     try:
-        os.posix_fallocate(descriptor, 0, size * len(sources))
+        os.posix_fallocate(descriptor, 0, size * count)
         with ThreadPoolExecutor(THREADS) as pool:
 
-            def work() -> None:
-                list(pool.map(lambda i: os.pwrite(descriptor, sources[i].data, i * size), range(len(sources))))
+            def put() -> None:
+                list(pool.map(lambda i: os.pwrite(descriptor, sources[i].data, i * size), range(count)))
                 os.fdatasync(descriptor)
 
-            return timed(work)
+            def get() -> None:
+                list(pool.map(lambda i: os.preadv(descriptor, [targets[i].data], i * size), range(count)))
+
+            times = {"raw put": timed(put)}
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return times | {"raw get": timed(get)}
     finally:
         os.close(descriptor)
         path.unlink()
