@@ -51,6 +51,11 @@ class WatchedCache(Cache):
         request = job.request
         return longest(self.spec, self.settings, len(request.tokens), request.limit, self._there(job, tiers, more))
 
+    def overtaken(self, job: Job) -> bool:
+        """Whether a drop came between its load and its first forward, as where the drop itself has let it begin: it ends as usual, from
+        slots that it has leased and that have no name any more."""
+        return self.res.stale(job.space, job.era) and self._known_at.get(job.request.rid) != self.res.era
+
     def legal(self, job: Job, k: int) -> bool:
         """Whether the device alone allows a resume at ``k`` pages."""
         there, page = self._there(job, (Tier.DEVICE,), ()), self.spec.page_size
@@ -128,7 +133,7 @@ class Checks:
             have = self.cache.naive(asked.job, Tier.DEVICE, Tier.HOST, more=InStorage(self.around))
             if have < had:
                 raise Violation(f"request {asked.rid} could once have resumed at {had} pages; now all tiers together allow {have}")
-        if start % page or not self.cache.legal(asked.job, asked.resumed):
+        if start % page or not (self.cache.overtaken(asked.job) or self.cache.legal(asked.job, asked.resumed)):
             legal = self.cache.naive(asked.job, Tier.DEVICE)
             raise Violation(f"request {asked.rid} resumes at {start} tokens and the device allows {legal * page}")
         weighed = self.cache.restore.cost is not None

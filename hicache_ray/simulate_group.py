@@ -9,7 +9,7 @@ from functools import partial
 
 from hicache_ray.errors import Busy, CapacityError, GroupLost, HiCacheError, Inconsistent
 from hicache_ray.group import STORE, Envelope, Group
-from hicache_ray.records import Clear, Lane, Lookup, Outcome, lane_of
+from hicache_ray.records import Clear, Compute, Lane, Lookup, Outcome, lane_of
 from hicache_ray.simulate_cases import Case
 from hicache_ray.simulate_checks import Asked, Checks, WatchedCache
 from hicache_ray.simulate_content import EMPTY, Prompt, Violation, guarded, violation_of
@@ -206,8 +206,12 @@ class Member:
             raise Violation(f"record {record.id} of {getattr(record, 'rid', '')} goes to storage, which was detached")
         rid = getattr(record, "rid", "")
         if rid in self.cache.knew and lane_of(record) is Lane.COMPUTE and self.asked[rid].resumed is None:
-            self.around.least[rid] = self.around.floors.get(self.prompts[rid].space, 0)
-            self.checks.resume(self.asked[rid], record.start)  # type: ignore[union-attr]
+            asked = self.asked[rid]
+            assert asked.job is not None
+            assert isinstance(record, Compute)
+            overtaken = self.cache.overtaken(asked.job)  # then it is of before the drop
+            self.around.least[rid] = self.around.floors.get(self.prompts[rid].space, 0) - overtaken
+            self.checks.resume(asked, record.start)
         self.schedule(0.0002 * (0.5 + self.around.rng.random()), lambda: self._deliver(envelope))
         if token in self.stale:  # the worst moment for it
             self.schedule(0.002 * self.around.rng.random(), self.stale.pop(token))

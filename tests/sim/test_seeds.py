@@ -47,6 +47,11 @@ def test_random_histories_hold(first: int) -> None:
         assert simulate(seed, STEPS).served > 0
 
 
+def test_a_request_that_a_drop_lets_begin_ends_as_usual() -> None:
+    """The prefetch that had the device is revoked by a drop, and so a request of the same space loads, before its pages lose their names."""
+    assert simulate(777174, 600).drops["begun"] > 0
+
+
 @pytest.mark.parametrize("case", ["keeps_tight", "keeps_tight_selective"])
 @pytest.mark.parametrize("seed", [2, 7, 8])
 def test_nothing_is_forgotten_while_storage_has_room(case: str, seed: int) -> None:
