@@ -48,7 +48,7 @@ def test_random_histories_hold(first: int) -> None:
 
 
 def test_a_request_that_a_drop_lets_begin_ends_as_usual() -> None:
-    """The prefetch that had the device is revoked by a drop, and so a request of the same space loads, before its pages lose their names."""
+    """The prefetch that had the device is revoked by a drop; so a request of the same space loads, before its pages lose their names."""
     assert simulate(777174, 600).drops["begun"] > 0
 
 
