@@ -33,7 +33,7 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         before, self._before = self._before or {}, None
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
 
     def install(self) -> None:
         """Once more, where a library has put handlers of its own in the place of ours."""

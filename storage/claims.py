@@ -27,7 +27,6 @@ class Claim(NamedTuple):
     serials: npt.NDArray[np.int32] = _NO_SERIALS
     size: int = 0
 
-
     @property
     def row(self) -> int:
         """The only one of the rows; -1 where there are several."""
