@@ -65,6 +65,8 @@ class StoreStats:
     #: Bytes under open reservations, and objects refused because those were too many.
     pending_bytes: int = 0
     dropped: int = 0
+    #: Bytes of slots that are kept ready for the next put of a connection.
+    spare_bytes: int = 0
     #: Bytes that are backed by huge pages, as far as the system says.
     huge_bytes: int = 0
     #: Why nothing new is stored now; empty where it is.

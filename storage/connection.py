@@ -57,6 +57,15 @@ class Deadline(NamedTuple):
         return left
 
 
+class Spare(NamedTuple):
+    """Memory of the arena that is ours to write to until ``until``, a point on the caller's clock: ``size`` bytes at ``offset``."""
+
+    number: int
+    until: float
+    offset: int
+    size: int
+
+
 class Connection:
     """One request at a time. ``clean``: no exchange is half way, and it is not closed; only then may it serve another call: a late answer
     must not meet a later question."""
@@ -65,6 +74,8 @@ class Connection:
         """Connects and greets. Raises StoreError."""
         self._path, self._request, self.clean = path, 0, True
         self.segment: Segment | None = None  # set by the pool once the hello is known
+        self.spare: Spare | None = None
+        self.puts_one = 0  # puts of one object so far
         try:
             self._frames = FrameSocket(_connected(path, deadline), wire.REPLY)
         except OSError as error:

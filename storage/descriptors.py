@@ -28,6 +28,7 @@ class Outcome(enum.IntEnum):
 #: The same as plain numbers: comparing an array with the enum, or writing the enum into one, costs more than the pass over the array.
 GRANTED, EXISTS, PENDING, REFUSED = (int(outcome) for outcome in Outcome)
 OUTCOMES = tuple(Outcome)  # by value; calling the enum costs more than all else in its message
+VOID = len(OUTCOMES)  # only of what was written to a spare slot: it is not lent any more, and somebody else's perhaps
 
 
 class Grant(NamedTuple):
@@ -63,6 +64,15 @@ class Held(NamedTuple):
     seconds: float
     outcome: int
     offset: int
+
+
+class Ready(NamedTuple):
+    """A spare slot: the next object whose class is ``size`` may be written at ``offset``, for ``seconds`` from when it was lent."""
+
+    id: int
+    seconds: float
+    offset: int
+    size: int
 
 
 class Loan(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ray.storage.claims import Spare
 from hicache_ray.storage.lru import OldestFirst
 from hicache_ray.storage.slabs import BLOCK, SlabMap, require, slot_bytes
 from hicache_ray.storage.table import IdTable, Rows, Words
@@ -220,11 +221,17 @@ class Holdings:
 
     def check(self) -> None:
         """Raises Inconsistent."""
+        self.check_with([])
+
+    def check_with(self, spares: Sequence[Spare]) -> None:
+        """``spares``: slots in use that no object has. Raises Inconsistent."""
         table, states = self.table, self.table["state"]
         table.check()
         rows = np.flatnonzero(states != FREE)
         offsets, lengths, pins = (table[name][rows] for name in ("offset", "length", "pins"))
-        self.slabs.check(offsets, pins > 0, table["tick"][rows])
+        slots = np.append(offsets, np.array([spare.offset for spare in spares], np.int64))
+        ticks = np.append(table["tick"][rows], np.array([spare.tick for spare in spares], np.int64))
+        self.slabs.check(slots, np.append(pins > 0, [True] * len(spares)), ticks)
         sizes = {number: size for size, number in self.kinds.items()}
         found = table.rows()
         require(bool(np.isin(states[found], (RESERVED, SEALED)).all()), "an object is found that is not there")
@@ -234,7 +241,7 @@ class Holdings:
         require(self.used_bytes == int(lengths.sum()), "used bytes are wrong")
         classes = [sizes[kind] for kind in table["kind"][rows].tolist()]
         require(classes == list(map(slot_bytes, lengths.tolist())), "an object has the wrong class")
-        require(len(np.unique(offsets)) == len(rows), "two objects share a slot")
+        require(len(np.unique(slots)) == len(slots), "two objects share a slot")
         seen = table["tick"][states == SEALED]
         require(len(np.unique(seen)) == len(seen), "two objects were used at the same tick")
         for number, usage in enumerate(self.tenants.usage):

@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ray.storage import bits
-from hicache_ray.storage.claims import AnyClaim, Claim, Claims, OneClaim
-from hicache_ray.storage.descriptors import GRANTED, Held, Lease, Lending, Loan, Reservation, Sums
+from hicache_ray.storage.claims import AnyClaim, Claim, Claims, OneClaim, Spare
+from hicache_ray.storage.descriptors import GRANTED, Held, Lease, Lending, Loan, Ready, Reservation, Sums
 from hicache_ray.storage.holdings import FREE, RESERVED, SEALED, Holdings
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.room import place
 from hicache_ray.storage.singles import let_go_one, pin_one, place_one, show_one, use_one
 from hicache_ray.storage.slabs import BLOCK, SlabMap, require
+from hicache_ray.storage.spares import Spares
 from hicache_ray.storage.table import FEW
 from hicache_ray.store import Answer, StoreStats
 
@@ -56,6 +57,7 @@ class ArenaIndex(Holdings):
         self.limits = limits or Limits()
         super().__init__(slabs, generations, self.limits.tenant_bytes)
         self.claims = Claims(clock, first_id)
+        self.spares = Spares(self.claims, self.limits.hold_s)
         self.pending_bytes = 0  # lengths under open reservations
 
     # -- questions ---------------------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class ArenaIndex(Holdings):
             put_refused=counted.put_refused, gets=counted.gets, get_misses=counted.get_misses,
             checksum_failures=counted.checksum_failures, evictions=counted.evictions, leases=len(self.claims.leases),
             tenants=self.tenants.report(), pending_bytes=self.pending_bytes, dropped=counted.dropped,
+            spare_bytes=self.spares.bytes,
         )  # fmt: skip
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -169,6 +172,16 @@ class ArenaIndex(Holdings):
                 return sealed
         return self.seal(reservation, [checksum], owner)
 
+    def spare(self, length: int, owner: int) -> Ready | None:
+        """As :meth:`Spares.lend`."""
+        self.expire()
+        return self.spares.lend(self, length, owner) if self.singly else None
+
+    def write_one(self, spare: int, id: bytes, length: int, checksum: int, word: int, owner: int) -> int:
+        """As :meth:`Spares.write`."""
+        self.expire()
+        return self.spares.write(self, spare, id, length, checksum, word, owner)
+
     def disconnect(self, owner: int) -> None:
         """The connection is closed: nobody will seal its reservations. Leases stay until their deadline: a reader may still copy."""
         for hold in self.claims.of(owner):
@@ -225,6 +238,7 @@ class ArenaIndex(Holdings):
     def drop(self, ids: Ids) -> int:
         """Remove objects; a reservation of one is revoked (its seal will say no). Returns the bitset of those that were visible."""
         self.expire()
+        self.spares.removed(self, ids)
         rows = self.table.find(ids)
         where, first = np.unique(rows, return_index=True)
         first = first[where >= 0]
@@ -237,6 +251,7 @@ class ArenaIndex(Holdings):
     def clear(self, prefix: bytes = b"") -> int:
         """Remove what begins with ``prefix`` and revoke the reservations of it. Returns how many objects were visible."""
         self.expire()
+        self.spares.removed(self, prefix)
         rows = self.table.rows(prefix)
         count = int((self.table["state"][rows] == SEALED).sum())
         self.remove(rows)
@@ -250,7 +265,8 @@ class ArenaIndex(Holdings):
 
     def check(self) -> None:
         """Everything agrees with everything. Raises Inconsistent."""
-        super().check()
+        self.check_with(self.spares.open)
+        self.spares.check()
         claims = [*self.claims.holds.values(), *self.claims.leases.values()]
         pins = np.zeros(len(self.table["pins"]), np.int64)
         for claim in claims:
@@ -258,12 +274,14 @@ class ArenaIndex(Holdings):
         require(bool((pins == self.table["pins"]).all()), "pins do not add up to the open leases and reservations")
         sizes = sum(hold.size for hold in self.claims.holds.values())
         require(self.pending_bytes == sizes, "pending bytes are wrong")
-        open_ids = self.claims.holds.keys() | self.claims.leases.keys()
+        open_ids = self.claims.holds.keys() | self.claims.leases.keys() | self.claims.spares.keys()
         require(self.claims.waiting() >= open_ids, "a lease or reservation has no deadline")
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _close(self, claim: AnyClaim) -> None:
+    def _close(self, claim: AnyClaim | Spare) -> None:
+        if isinstance(claim, Spare):
+            return self.spares.give_back(self, claim)
         self.pending_bytes -= claim.size
         if not self.singly or (row := claim.row) < 0 or not let_go_one(self, row):
             self.let_go(claim.rows)

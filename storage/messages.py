@@ -4,6 +4,8 @@
     LOOKUP   > keys u32 | tags u32 | keys | tags                  < (hit bits | pending bits | retry bits) per tag
     RESERVE  > ids | lengths u64* | seconds f64                   < reservation u64 | seconds f64 | outcomes u8* | offsets u64*
     SEAL     > reservation u64 | count u32 | done bits | checksums u64*                    < sealed bits
+    SEAL     > the same of one | length u64                  < sealed bits | a spare slot for that many bytes, or nothing
+    WRITE    > spare u64 | id | length u64 | checksum u64 | generation u64        < outcome u8 | a spare slot, or nothing
     LEASE    > ids | seconds f64       < lease u64 | seconds f64 | hit bits | (offset | length | checksum | generation: u64 each)*
     RELEASE  > lease u64 | count u32 | bad bits                   no reply
     DROP     > ids                                                < bits of those that existed
@@ -13,6 +15,7 @@
     DESCRIBED < JSON object     STATS < JSON object     PING < what was sent     ERROR < text
     MEMBERS  > nothing                          < JSON object (see :mod:`~hicache_ray.storage.membership`)
 
+A spare slot (see :mod:`~hicache_ray.storage.spares`) is number u64 | seconds f64 | offset u64 | size u64.
 Bits are bitsets of whole bytes; a star repeats what is before it.
 """
 
@@ -37,7 +40,8 @@ from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer, StoreStats
 _CLAIM = struct.Struct("<Qd")
 #: Whole bodies of messages about one object.
 ASK_RESERVE_ONE, RESERVATION_ONE = struct.Struct("<I64sQd"), struct.Struct("<QdBQ")
-SEAL_ONE = struct.Struct("<QIBQ")
+SEAL_ONE, SEAL_AND_LEND, WRITE = struct.Struct("<QIBQ"), struct.Struct("<QIBQQ"), struct.Struct("<Q64sQQQ")
+READY = struct.Struct("<QdQQ")
 RELEASE_ONE = struct.Struct("<QIB")
 ASK_LEASE_ONE, MISS_ONE, LEASE_ONE = struct.Struct("<I64sd"), struct.Struct("<QdB"), struct.Struct("<QdB4Q")
 _MOST_DIGEST = 0xFFFF

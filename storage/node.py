@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreClosed, StoreError
 from hicache_ray.storage import bits, wire
 from hicache_ray.storage.arena import Arena
-from hicache_ray.storage.descriptors import Held, Lease, Lending, Reservation, Sums
+from hicache_ray.storage.descriptors import GRANTED, Held, Lease, Lending, Ready, Reservation, Sums
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
 from hicache_ray.storage.loading import Loader
@@ -161,6 +161,24 @@ class NodeStore:
             return self.seal(reservation, [checksum], owner)
         with self._lock:
             return self._open().seal_one(reservation, checksum, owner)
+
+    def spare(self, length: int, owner: int) -> Ready | None:
+        """As :meth:`ArenaIndex.spare`."""
+        with self._index() as index:
+            return index.spare(length, owner)
+
+    def write_one(self, spare: int, id: bytes, length: int, checksum: int, word: int, owner: int) -> tuple[int, Ready | None]:
+        """As :meth:`ArenaIndex.write_one`, told to ``behind`` where it became visible; and the spare for the next one like it."""
+        with self._lock:
+            index = self._open()
+            outcome = index.write_one(spare, id, length, checksum, word, owner)
+            ready = index.spare(length, owner)
+            lost = self._take_lost(index)
+        if self.behind is not None and outcome == GRANTED:
+            self.behind.on_sealed([id], [length])
+        if lost:
+            self._tell_lost(lost)
+        return outcome, ready
 
     def missing(self, ids: npt.NDArray[np.uint8]) -> tuple[list[bytes], int]:
         """For promotions: which of ``ids`` are neither visible nor reserved, each once; and the fence for :meth:`seal_promoted`."""

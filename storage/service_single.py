@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hicache_ray.storage import messages
+from hicache_ray.storage import messages, wire
+from hicache_ray.storage.descriptors import Ready
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.wire import Kind, Reader
 
@@ -19,12 +20,27 @@ def _reserve(reader: Reader, node: NodeStore, owner: int, back_s: float) -> byte
 
 
 def _seal(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
-    if reader.size != messages.SEAL_ONE.size:
+    length = 0
+    if reader.size == messages.SEAL_ONE.size:
+        reservation, count, done, checksum = reader.only(messages.SEAL_ONE)
+    elif reader.size == messages.SEAL_AND_LEND.size:
+        reservation, count, done, checksum, length = reader.only(messages.SEAL_AND_LEND)
+    else:
         return None
-    reservation, count, done, checksum = reader.only(messages.SEAL_ONE)
     if count != 1 or done != 1:
         return None
-    return b"\1" if node.seal_one(reservation, checksum, owner) else b"\0"
+    sealed = b"\1" if node.seal_one(reservation, checksum, owner) else b"\0"
+    return sealed + _ready(node.spare(length, owner)) if length else sealed
+
+
+def _write(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes:
+    spare, id, length, checksum, word = reader.only(messages.WRITE)
+    outcome, ready = node.write_one(spare, id, length, checksum, word, owner)
+    return wire.number(outcome, "B") + _ready(ready)
+
+
+def _ready(ready: Ready | None) -> bytes:
+    return b"" if ready is None else messages.READY.pack(*ready)
 
 
 def _lease(reader: Reader, node: NodeStore, owner: int, back_s: float) -> bytes | None:
@@ -44,4 +60,5 @@ ONES: dict[int, Callable[[Reader, NodeStore, int, float], bytes | None]] = {
     int(Kind.RESERVE): _reserve,
     int(Kind.SEAL): _seal,
     int(Kind.LEASE): _lease,
+    int(Kind.WRITE): _write,
 }

@@ -42,14 +42,14 @@ def place_one(held: Holdings, id: bytes, length: int, pending: int | None) -> Pl
     size = slot_bytes(length)
     offset = held.slabs.take_one(size, held.tick + 1)
     if offset < 0:
-        if not _evict_one(held, size):
+        if not evict_one(held, size):
             return None
         offset = held.slabs.take_one(size, held.tick + 1)
     held.tick += 1
-    return Placed(GRANTED, offset, _start_one(held, id, value, length, offset, size))
+    return Placed(GRANTED, offset, start_one(held, id, value, length, offset, size))
 
 
-def _evict_one(held: Holdings, size: int) -> bool:
+def evict_one(held: Holdings, size: int) -> bool:
     """:meth:`Holdings.evict` of the oldest object of a class, as a reservation of one more does: so its slot is free. False, and nothing
     done, where there is none, or the runs of other classes have to be compared with it."""
     table, slabs = held.table, held.slabs
@@ -114,7 +114,7 @@ def let_go_one(held: Holdings, row: int) -> bool:
     return True
 
 
-def _start_one(held: Holdings, id: bytes, value: int, length: int, offset: int, size: int) -> int:
+def start_one(held: Holdings, id: bytes, value: int, length: int, offset: int, size: int) -> int:
     """:meth:`Holdings.start`."""
     row = held.table.add_one(id, value)
     cells, tenant = held.table.cells, held.tenants.of_one(id)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.ids import ID_BYTES
 
-MAGIC, VERSION = b"hR", 2
+MAGIC, VERSION = b"hR", 3
 HEADER = struct.Struct("<2sBBII")
 MAX_BODY = 4 << 20  # bytes
 MAX_IDS = 16384  # ids, or keys, of one frame
@@ -46,6 +46,7 @@ class Kind(enum.IntEnum):
     STATS = 12
     PING = 13
     MEMBERS = 14
+    WRITE = 15
     ERROR = 127
 
 

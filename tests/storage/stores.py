@@ -37,6 +37,7 @@ from hicache_ray.storage.copying import as_array, checksum
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.movers import Batch, Piece
 from hicache_ray.storage.peers import ShardConfig
+from hicache_ray.storage.spares import SHARE
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.storage.tcp_server import TcpServer
@@ -189,13 +190,14 @@ def arena(capacity_bytes: int, name: str = "conf") -> ArenaConfig:
     return ArenaConfig(f"{name}-{os.getpid()}", capacity_bytes, slab_bytes=PAGE, io_timeout_s=1.0, lease_s=LEASE_S)
 
 
-def in_thread() -> Subject:
-    """The service in a thread of this process, on one clock with its client."""
+def in_thread(share: int = SHARE) -> Subject:
+    """The service in a thread of this process, on one clock with its client. ``share``: of the arena that spare slots may take."""
     clock = Clock()
 
     @contextmanager
     def make(capacity_bytes: int) -> Iterator[Store]:
         with ArenaService(arena(capacity_bytes), clock) as service:
+            service.arena.index.spares.share = share
             # Small slices: the clock, and so the end of a lease, is looked at between any two pages.
             client = ArenaClient(service.address, ClientConfig(slice_bytes=PAGE, kernel="off"), clock=clock)
             try:
@@ -205,6 +207,12 @@ def in_thread() -> Subject:
                 client.close()
 
     return Subject(make, Abilities(clock=clock, gets_by_lease=True, hold=hold_client))
+
+
+def with_spares() -> Subject:
+    """Puts of one object go to spare slots, as in large arenas: of one that is full, the oldest object goes a put earlier."""
+    inner = in_thread(share=4)
+    return Subject(inner.make, replace(inner.abilities, eviction=Eviction.APPROXIMATE, exact_room=False))
 
 
 def checked_arena() -> Subject:
@@ -416,6 +424,7 @@ STORES: Mapping[str, Callable[[], Subject]] = {
     "checksums": checked,
     "checksums around an arena": checked_arena,
     "arena in a thread": in_thread,
+    "arena with spare slots": with_spares,
     "arena in a process": in_process,
     "arena without a socket": local,
     "disk": disk,

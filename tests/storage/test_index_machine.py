@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hicache_ray.storage import bits
-from hicache_ray.storage.descriptors import Outcome
+from hicache_ray.storage.descriptors import VOID, Outcome
 from hicache_ray.storage.index import ArenaIndex, Limits
 from hicache_ray.storage.slabs import BLOCK, SlabMap, slot_bytes
 from tests.storage.conftest import FakeClock
@@ -33,17 +33,31 @@ class Place:
 
 
 @dataclass
+class Spare:
+    """A slot that ``owner`` fills; ``began``: what was removed since it last began to; None: it has not."""
+
+    number: int
+    offset: int
+    size: int
+    until: float
+    began: set[int] | None = None
+    word: int = 0
+
+
+@dataclass
 class Twin:
     """What must be true, kept in the plainest way. It does not predict which objects are evicted; it judges those that were."""
 
     visible: dict[int, Place] = field(default_factory=dict)
     writers: dict[int, list[Place]] = field(default_factory=dict)  # reservation -> places, in order of the grants
     readers: dict[int, list[Place]] = field(default_factory=dict)  # lease -> places
+    spares: dict[int, Spare] = field(default_factory=dict)  # by owner
 
     def expire(self, now: float) -> None:
         for claims in (self.writers, self.readers):
             for id in [id for id, places in claims.items() if places[0].until <= now]:
                 del claims[id]
+        self.spares = {owner: spare for owner, spare in self.spares.items() if spare.until > now}
 
     def pending(self) -> set[int]:
         return {place.number for places in self.writers.values() for place in places if not place.revoked}
@@ -55,13 +69,58 @@ class Twin:
         claimed = [place for claims in (self.writers, self.readers) for places in claims.values() for place in places]
         return {(place.offset, place.length) for place in [*self.visible.values(), *claimed]}
 
+    def lent(self) -> set[tuple[int, int]]:
+        return {(spare.offset, spare.size) for spare in self.spares.values()}
+
 
 class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeClock()
         self.index = ArenaIndex(SlabMap(SLABS * BLOCK, BLOCK), [0] * SLABS, self.clock, Limits(10.0, 10.0))
+        self.index.spares.share = 4
         self.twin = Twin()
+
+    @rule(size=st.sampled_from(SIZES), owner=st.integers(0, 1))
+    def lend(self, size: int, owner: int) -> None:
+        """The same again where it fits; else another one, or none."""
+        before, leased = dict(self.twin.visible), self.twin.leased()
+        known = self.twin.spares.pop(owner, None)
+        ready = self.index.spare(size, owner)
+        evicted = {number for number in before if name(number) not in self.index}
+        assert len(evicted) <= 1
+        assert not evicted & leased
+        for number in evicted:
+            del self.twin.visible[number]
+        if known is not None and known.size == size:
+            assert ready is not None
+            assert (ready.offset, ready.size, evicted) == (known.offset, size, set())
+        if ready is not None:
+            self.twin.spares[owner] = Spare(ready.id, ready.offset, size, self.clock.now + 10.0)
+
+    @rule(owner=st.integers(0, 1))
+    def begin(self, owner: int) -> None:
+        """A writer looks at the generation and begins to copy."""
+        spare = self.twin.spares.get(owner)
+        if spare is not None:
+            spare.began, spare.word = set(), self.index.words[spare.offset // BLOCK]
+
+    @rule(owner=st.integers(0, 1), number=st.integers(0, 30), removed=st.booleans())
+    def write(self, owner: int, number: int, removed: bool) -> None:
+        spare = self.twin.spares.get(owner)
+        if spare is None or spare.began is None:
+            return
+        number = max(spare.began) if removed and spare.began else number
+        assert self.index.write_one(spare.number, name(number), spare.size, 7, spare.word, 1 - owner) == VOID
+        outcome = self.index.write_one(spare.number, name(number), spare.size, 7, spare.word, owner)
+        if number in spare.began:
+            assert outcome == Outcome.REFUSED
+        elif number in self.twin.visible or number in self.twin.pending():
+            assert outcome == (Outcome.EXISTS if number in self.twin.visible else Outcome.PENDING)
+        else:
+            assert outcome == Outcome.GRANTED
+            self.twin.visible[number] = Place(number, spare.offset, spare.size)
+            del self.twin.spares[owner]
 
     @rule(numbers=NUMBERS, size=st.sampled_from(SIZES), owner=st.integers(0, 1), seconds=st.sampled_from([1.0, 5.0, 100.0]))
     def reserve(self, numbers: list[int], size: int, owner: int, seconds: float) -> None:
@@ -126,12 +185,13 @@ class IndexMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         assert self.index.clear() == len(self.twin.visible)
         self.twin.visible.clear()
-        self._revoke(self.twin.pending())
+        self._revoke(set(range(31)))
 
     @rule(owner=st.integers(0, 1))
     def disconnect(self, owner: int) -> None:
         for id in [id for id in self.twin.writers if self.index.claims.holds[id].owner == owner]:
             del self.twin.writers[id]
+        self.twin.spares.pop(owner, None)
         self.index.disconnect(owner)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 5.0, 10.0]))
@@ -147,11 +207,12 @@ class IndexMachine(RuleBasedStateMachine):
         answer = self.index.lookup([key(n) for n in range(31)], TAG)
         assert set(bits.each(answer.hit)) == set(self.twin.visible)
         assert set(bits.each(answer.pending)) == self.twin.pending()
-        places = sorted(self.twin.occupied())
+        places = sorted(self.twin.occupied() | self.twin.lent())
         for (offset, length), (following, _) in itertools.pairwise(places):
             assert offset + length <= following, "two owners share bytes"
         assert all(offset >= 0 and offset + length <= SLABS * BLOCK for offset, length in places)
-        assert self.index.used_bytes == sum(length for _, length in places)
+        assert self.index.used_bytes == sum(length for _, length in self.twin.occupied())
+        assert self.index.stats().spare_bytes == sum(size for _, size in self.twin.lent())
         assert sum(slot_bytes(length) for _, length in places) <= SLABS * BLOCK
         assert self.index.stats().leases == len(self.twin.readers)
 
@@ -163,6 +224,9 @@ class IndexMachine(RuleBasedStateMachine):
         for places in self.twin.writers.values():
             for place in places:
                 place.revoked = place.revoked or place.number in numbers
+        for spare in self.twin.spares.values():
+            if spare.began is not None:
+                spare.began |= numbers
 
 
 TestIndex = IndexMachine.TestCase
