@@ -6,7 +6,6 @@ batch's gate: when a deadline passes the gate closes, the caller leaves, and a j
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 
 from hicache_ray.errors import StoreTimeout
 from hicache_ray.storage.connection import Overloaded
+from hicache_ray.storage.disk_memory import staging_memory
 from hicache_ray.storage.lanes import Lane
 
 _QUEUE = 64  # calls that may wait, roughly: behind a disk that hangs, the next are refused at once
@@ -112,7 +112,7 @@ class Workers:
             if not batch.wait(until - time.monotonic()):
                 raise StoreTimeout("the disk did not answer within the deadline")
             if any(True for _ in batch._todo):
-                raise StoreTimeout("too many calls wait for the disk")
+                raise StoreTimeout("too many calls wait for the disk, or there is no memory to read and write through")
         except BaseException:
             for _ in range(left):
                 batch.leave()
@@ -141,5 +141,9 @@ class Workers:
 
     def _work(self, batch: Batch) -> None:
         if not hasattr(self._local, "staging"):
-            self._local.staging = memoryview(mmap.mmap(-1, self.staging_bytes))
+            try:
+                self._local.staging = staging_memory(self.staging_bytes)
+            except (OSError, MemoryError):
+                batch.leave()
+                return
         batch.work(self._local.staging)
