@@ -69,7 +69,7 @@ class AnnouncerStats:
 class Announcer:
     """For the node ``here``, whose store is ``store``. ``connect(member)`` gives the directory of a home; it may raise StoreError.
     ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped. ``away_s``: how long
-    ago the node was last there, with what its store has; where there is an index, clears that it missed since are caught up with first.
+    ago the node was last there, with what its store has; where there is an index, what it missed since is caught up with first.
 
     ``evicted`` may be called from any thread, ``step`` from one.
     """
@@ -87,7 +87,7 @@ class Announcer:
         if self.index is None:
             self._missed = None
         else:
-            self._missed = MissedClears(self.store, self.index, self.connect, self.clock, self.away_s, self.config.scan_s)
+            self._missed = MissedClears(self.store, self.index, self.connect, self.clock, self.away_s, self.config.scan_s, self.evicted)
         self.stats = AnnouncerStats()
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}

@@ -82,6 +82,8 @@ class ClusterClient:
 
     def drop(self, ids: Sequence[bytes], timeout_s: float) -> int:
         store, left = self._store(timeout_s)
+        if store is self._here and self._remembers and self._sharded is not None:
+            store = self._sharded  # the arena alone would not remember it for the nodes that are away
         return store.drop(ids, left)
 
     def clear(self, timeout_s: float, prefix: bytes = b"") -> int:
@@ -128,6 +130,12 @@ class ClusterClient:
     def _close_sharded(self) -> None:
         if self._sharded is not None and os.getpid() == self._pid:  # in a forked child its threads and locks are not
             self._sharded.close()
+
+    @property
+    def _remembers(self) -> bool:
+        """Is there a directory, of this node alone for now?"""
+        known = None if self._closed or os.getpid() != self._pid else self._known
+        return known is not None and all(member.address for member in known.view.alive)
 
     # -- whom to ask -------------------------------------------------------------------------------------------------------------
 
@@ -202,12 +210,12 @@ class ClusterClient:
                 self._sharded = None
             else:
                 self._sharded.let_go()
-        if known is None or known.alone:
+        if known is None:
             self._target = self._here
             return
         if self._sharded is None:
             self._sharded = ShardedStore(known.here, self._view, self._connect, known.shard, self._clock)
-        self._target = self._sharded
+        self._target = self._here if known.alone else self._sharded
         if self._closed:  # meanwhile, by a thread that did not see it
             self._close_sharded()
 

@@ -12,7 +12,6 @@ forget, what is seen visible after that is really there.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from hicache_ray.errors import ConfigError, Inconsistent, StoreClosed, StoreError
 from hicache_ray.storage import bits
+from hicache_ray.storage.fences import Fences
 from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.storage.table import IdTable, Rows
 
@@ -33,8 +33,6 @@ ALWAYS = (1 << 63) - 1
 
 #: Holders that are known of one id, at most.
 HOLDERS = 4
-
-_FENCES = 256
 
 Held: TypeAlias = npt.NDArray[np.uint16]
 
@@ -72,8 +70,12 @@ class Directory(Protocol):
         """Remove the entries, of every holder, whose id starts with ``prefix``, and fence it. Returns how many ids went."""
         ...
 
+    def forget_ids(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        """The same for single ids."""
+        ...
+
     def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
-        """Prefixes that this home was told to forget in the last ``seconds``, each with how long ago, the last time."""
+        """Prefixes and ids that this home was told to forget in the last ``seconds``, each with how long ago, the last time."""
         ...
 
 
@@ -153,10 +155,25 @@ class HomeIndex:
             self._table.remove(rows)
             return len(rows)
 
+    def forget_ids(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        require_ids(ids)
+        with self._open():
+            self._fences.add_ids(ids, self._clock())
+            rows = self._table.find(ids)
+            rows = np.unique(rows[rows >= 0])
+            self._table.remove(rows)
+            return len(rows)
+
     def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
         with self._open():
             now = self._clock()
             return [(prefix, now - at) for prefix, at in self._fences.since(now - seconds)]
+
+    def knows(self, prefixes: Sequence[bytes], seconds: float) -> int:
+        """Bitset of the prefixes (or ids) that this home was told to forget in the last ``seconds``, with these words or with a shorter
+        prefix."""
+        with self._open():
+            return self._fences.known(prefixes, self._clock() - seconds)
 
     def leave(self, holder: str) -> int:
         """Drop everything of a holder that is gone. Returns how many ids it held."""
@@ -248,35 +265,3 @@ class HomeIndex:
 
 def _bitset(flags: npt.NDArray[np.bool_]) -> int:
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
-
-
-class Fences:
-    """The last ``forget`` of each prefix, as epochs. Bounded: where there are too many, the oldest counts for every prefix."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self._floor = 0  # announcements from before this epoch are refused whatever their prefix
-        self._last: dict[bytes, tuple[int, float]] = {}  # prefix -> (epoch, time), oldest first
-        self._floor_at = -math.inf
-
-    def add(self, prefix: bytes, now: float = 0.0) -> None:
-        self.epoch += 1
-        self._last.pop(prefix, None)
-        self._last[prefix] = (self.epoch, now)
-        if len(self._last) > _FENCES:
-            self._floor, self._floor_at = self._last.pop(next(iter(self._last)))
-
-    def since(self, moment: float) -> list[tuple[bytes, float]]:
-        """(prefix, when) of the fences of that moment and later; everything, where one that is not known any more is of then."""
-        known = [(prefix, at) for prefix, (_, at) in self._last.items() if at >= moment]
-        return known if self._floor_at < moment else [(b"", self._floor_at), *known]
-
-    def passed(self, ids: Sequence[bytes], since: int) -> int:
-        """Bitset of the ids that no fence later than ``since`` stands before."""
-        everything = (1 << len(ids)) - 1
-        if since >= self.epoch:
-            return everything
-        if since < self._floor:
-            return 0
-        fences = tuple(prefix for prefix, (epoch, _) in self._last.items() if epoch > since)
-        return bits.pack([not id.startswith(fences) for id in ids])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from hicache_ray.errors import StoreError
 from hicache_ray.storage.peers import NodeHandle, Sent, settle
-from hicache_ray.storage.sharded_reads import Asked, by_home
+from hicache_ray.storage.sharded_reads import Asked
 from hicache_ray.store import StoreStats
 
 T = TypeVar("T")
@@ -47,30 +47,14 @@ def on_some(asked: Asked, what: str, call: Callable[[NodeHandle, float], T]) -> 
 
 
 def drop(asked: Asked, ids: Sequence[bytes]) -> int:
-    """From every node, as no home need know all holders."""
+    """From every node, as no home need know all holders; all of them remember it, for who is away. In the order of :func:`clear`."""
     out = 0
-    for existed in on_all(asked, "the drop", lambda node, left: node.store.drop(ids, left)):
-        out |= existed
-    sent = []
-    for home, positions in by_home(asked.view, ids).items():
-        if home is not None:
-            sent.append(asked.send(home, _withdraw([ids[i] for i in positions])))
-    settle(sent, asked.deadline)
+    if ids:
+        on_all(asked, "the drop", lambda node, left: node.directory.forget_ids(ids, left))
+        for existed in on_all(asked, "the drop", lambda node, left: node.store.drop(ids, left)):
+            out |= existed
+        on_all(asked, "the drop", lambda node, left: node.directory.forget_ids(ids, left))
     return out
-
-
-def _withdraw(ids: Sequence[bytes]) -> Callable[[NodeHandle, float], None]:
-    """Whoever is entered for one of them. A home that fails keeps hints that are wrong, and no more."""
-
-    def withdraw(node: NodeHandle, left: float) -> None:
-        by_holder: dict[str, list[bytes]] = {}
-        for id, holders in zip(ids, node.directory.holders(ids, left), strict=True):
-            for holder in holders:
-                by_holder.setdefault(holder, []).append(id)
-        for holder, held in by_holder.items():
-            node.directory.withdraw(holder, held, left)
-
-    return withdraw
 
 
 def clear(asked: Asked, again: Callable[[], Asked], prefix: bytes) -> int:

@@ -64,6 +64,14 @@ class TcpDirectory:
         with self._links.borrow(timeout_s) as borrowed:
             return borrowed.first.call(TcpKind.FORGET, wire.number(len(prefix), "H") + prefix, borrowed.deadline).last_number("Q")
 
+    def forget_ids(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        require_ids(ids)
+        gone = 0
+        with self._links.borrow(timeout_s) as borrowed:
+            for _, some in parts(ids, MAX_IDS):
+                gone += borrowed.first.call(TcpKind.FORGET_IDS, wire.ids(some), borrowed.deadline).last_number("Q")
+        return gone
+
     def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
         with self._links.borrow(timeout_s) as borrowed:
             return tcp_frames.unpack_forgotten(borrowed.first.call(TcpKind.FORGOTTEN, wire.real(seconds), borrowed.deadline))

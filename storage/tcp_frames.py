@@ -19,6 +19,7 @@ Every request's body begins with ``seconds f64``: how long the caller waits. Bod
     WHERE     > keys u32 | tags u32 | keys | tags          < names | per tag: (count u16 | (name u16 | bits)*)
     HOLDERS   > ids                                        < names | per id: (count u16 | (name u16)*)
     FORGET    > prefix length u16 | prefix                 < count u64
+    FORGET_IDS > ids                                       < count u64
     FORGOTTEN > seconds f64                                < count u16 | (age f64 | prefix length u16 | prefix)*
     ERROR     < code u8 | text
 
@@ -69,6 +70,7 @@ class TcpKind(enum.IntEnum):
     FORGET = 52
     EPOCH = 53
     FORGOTTEN = 54
+    FORGET_IDS = 55
     ERROR = 127
 
 

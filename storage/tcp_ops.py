@@ -39,6 +39,7 @@ class Operations:
             TcpKind.WHERE: self._where,
             TcpKind.HOLDERS: self._holders,
             TcpKind.FORGET: self._forget,
+            TcpKind.FORGET_IDS: self._forget_ids,
             TcpKind.FORGOTTEN: self._forgotten,
         }
 
@@ -125,6 +126,11 @@ class Operations:
     def _forget(self, reader: Reader, deadline: Deadline) -> bytes:
         prefix = _prefix(reader)
         return wire.number(self._home.forget(prefix, deadline.left()), "Q")
+
+    def _forget_ids(self, reader: Reader, deadline: Deadline) -> bytes:
+        ids = reader.ids()
+        reader.end()
+        return wire.number(self._home.forget_ids(ids, deadline.left()), "Q")
 
     def _forgotten(self, reader: Reader, deadline: Deadline) -> bytes:
         seconds = reader.real()

@@ -122,6 +122,9 @@ class ReachedIndex:
     def forget(self, prefix: bytes, timeout_s: float) -> int:
         return self._index("forget").forget(prefix, timeout_s)
 
+    def forget_ids(self, ids: Sequence[bytes], timeout_s: float) -> int:
+        return self._index("forget_ids").forget_ids(ids, timeout_s)
+
     def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
         return self._index("forgotten").forgotten(seconds, timeout_s)
 

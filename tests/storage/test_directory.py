@@ -8,6 +8,7 @@ import pytest
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage.directory import HOLDERS, Directory, HomeIndex
+from hicache_ray.storage.fences import IDS
 from hicache_ray.store import SPACE_BYTES
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import TAG, TIMEOUT_S, key, name
@@ -140,6 +141,44 @@ def test_what_was_forgotten_of_late_is_known(clock: FakeClock) -> None:
         index.forget(b"%d" % n, TIMEOUT_S)
     assert index.forgotten(5.0, TIMEOUT_S)[:2] == [(b"", 5.0), (b"a", 0.0)]  # which one it was is not known any more: so it was all
     assert index.forgotten(4.0, TIMEOUT_S)[0] == (b"a", 0.0)
+
+
+def test_dropped_ids_are_forgotten_fenced_and_known(clock: FakeClock) -> None:
+    index = HomeIndex(clock=clock)
+    since = index.epoch(TIMEOUT_S)
+    for holder in (A, B):
+        index.announce(holder, names(1, 2, 3), TIMEOUT_S, since)
+    assert index.forget_ids(names(1, 3, 3, 9), TIMEOUT_S) == 2
+    assert where(index) == {A: 0b100, B: 0b100}
+    assert index.announce(A, names(1, 2, 3, 4), TIMEOUT_S, since) == 0b1010
+    assert index.announce(A, names(1), TIMEOUT_S, index.epoch(TIMEOUT_S)) == 1
+    clock.advance(3.0)
+    index.forget_ids(names(9), TIMEOUT_S)
+    assert index.forgotten(3.0, TIMEOUT_S) == [(name(1), 3.0), (name(3), 3.0), (name(9), 0.0)]
+    assert index.forgotten(2.0, TIMEOUT_S) == [(name(9), 0.0)]
+    assert index.knows([*names(1, 2, 9), name(1)[:8], b""], 3.0) == 0b101
+    assert index.knows(names(1, 9), 2.0) == 0b10
+    index.forget(name(2)[:40], TIMEOUT_S)
+    assert index.knows([*names(1, 2), name(2)[:40], name(2)[:39], b""], 2.0) == 0b111
+    index.check()
+
+
+def test_more_dropped_ids_than_are_kept_count_for_everything(clock: FakeClock) -> None:
+    """As more cleared prefixes do."""
+    index = HomeIndex(clock=clock)
+    index.forget_ids(names(0), TIMEOUT_S)
+    since = index.epoch(TIMEOUT_S)
+    clock.advance(5.0)
+    index.forget_ids(names(*range(1, IDS)), TIMEOUT_S)
+    assert index.forgotten(5.0, TIMEOUT_S)[0] == (name(0), 5.0)
+    clock.advance(2.0)
+    index.forget_ids(names(IDS), TIMEOUT_S)
+    assert index.forgotten(7.0, TIMEOUT_S)[:2] == [(b"", 7.0), (name(1), 2.0)]
+    assert len(index.forgotten(6.0, TIMEOUT_S)) == IDS
+    assert index.knows([b""], 7.0) == 1
+    assert index.knows([b"", name(0), name(1)], 6.0) == 0b100
+    assert index.announce(A, [b"\xff" * 8 + name(1)[8:]], TIMEOUT_S, since - 1) == 0  # from before the one that is not known any more
+    assert index.announce(A, [b"\xff" * 8 + name(1)[8:]], TIMEOUT_S, since) == 1
 
 
 def test_a_closed_index_says_so() -> None:

@@ -11,6 +11,7 @@ from hicache_ray.storage import MemoryStore
 from hicache_ray.storage.conformance import Clock
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.directory import Directory, HomeIndex
+from hicache_ray.storage.fences import IDS
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.missed import MissedClears
 from hicache_ray.storage.tcp_frames import pack_forgotten, unpack_forgotten
@@ -168,6 +169,52 @@ def test_a_drop_that_takes_long_has_its_own_time(three: Three) -> None:
 
     three.store.scan = slow  # type: ignore[method-assign, assignment]
     three.cleared("n1", space(1))
+    assert three.step() == set()
+
+
+def test_dropped_ids_are_caught_up_with_once(three: Three) -> None:
+    three.put(1, 2, 3, 4)
+    three.step()
+    for node in ("n1", "n2"):
+        three.homes[node].forget_ids([name(1), name(2)], S)
+    three.homes["n0"].forget_ids([name(2)], S)  # it was told of this one, and what it has was put again
+    three.homes["n1"].forget_ids([name(3)], S)
+    three.clock.advance(2.0)
+    assert three.step() == {name(2), name(4)}
+    three.put(1, 3)
+    for _ in range(24):
+        three.clock.advance(0.5)
+        left = three.step()
+    assert left == {name(1), name(2), name(3), name(4)}
+    three.homes["n2"].forget_ids([name(1)], S)
+    three.clock.advance(6.0)
+    assert three.step() == {name(2), name(3), name(4)}
+
+
+def test_a_clear_that_was_told_covers_a_drop_of_before_and_not_one_of_later(three: Three) -> None:
+    three.put(1)
+    three.step()
+    three.homes["n1"].forget_ids([name(1)], S)
+    three.clock.advance(0.5)
+    three.cleared("n0", space(1))
+    three.clock.advance(5.0)
+    assert three.step() == {name(1)}
+    three.homes["n1"].forget_ids([name(1)], S)
+    three.clock.advance(5.5)
+    assert three.step() == set()
+
+
+def test_a_drop_of_more_than_is_kept_drops_everything_where_it_was_missed(three: Three) -> None:
+    three.put(1)
+    three.step()
+    many = [name(n) for n in range(100, 100 + IDS + 1)]
+    for home in three.homes.values():
+        home.forget_ids(many, S)
+    three.clock.advance(2.0)
+    assert three.step() == {name(1)}  # told as well
+    three.homes["n2"].forget_ids([name(7)], S)
+    three.homes["n2"].forget_ids(many, S)
+    three.clock.advance(2.0)
     assert three.step() == set()
 
 

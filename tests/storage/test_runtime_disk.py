@@ -147,6 +147,31 @@ def test_a_node_that_was_down_during_a_clear_has_nothing_of_it_when_it_is_back(m
     assert list(nodes[1].disk.scan()) == []
 
 
+@pytest.mark.parametrize("left", [1, 2])
+def test_a_node_that_was_down_during_a_drop_has_nothing_of_it_when_it_is_back(make: Callable[..., Nodes], left: int) -> None:
+    """Also where one node was left, which then keeps all to itself."""
+    nodes = make(left + 1)
+    store_all(nodes, nodes.open(left))
+    config = nodes[left].config
+    nodes.lose(left)
+    for node in nodes.nodes.values():
+        node.set_members(nodes.members)
+    store = nodes.open(0)
+    assert store.drop([name(n) for n in MANY[:20]], TIMEOUT_S) == 0
+    assert put(store, MANY[:2]) == 0b11
+    nodes.start(config)
+    nodes.introduce()
+    disk = nodes[left].disk
+    assert disk is not None
+    assert len(list(disk.scan())) == len(MANY)
+    nodes.announce()
+    nodes.settle()
+    assert set(disk.scan()) == {name(n) for n in MANY[20:]}
+    for i in range(left + 1):
+        assert get(nodes.open(i), MANY[:20]) == set(MANY[:2])
+        assert present(nodes.open(i), MANY) == {*MANY[:2], *MANY[20:]}
+
+
 def test_a_drop_reaches_the_disk(make: Callable[..., Nodes]) -> None:
     nodes = make(1)
     store_all(nodes, nodes.open(0))

@@ -490,6 +490,52 @@ def test_a_node_that_missed_a_clear_catches_up_before_it_says_what_it_has(start:
     assert set(cluster.nodes["n2"].inner.scan()) == {*others, *mine[10:]}
 
 
+@pytest.mark.parametrize("how", ["restarted", "cut off"])
+def test_a_node_that_missed_a_drop_catches_up_before_it_says_what_it_has(start: Start, how: str) -> None:
+    cluster = start(3)
+    ids = [name(n, n) for n in range(20)]
+    dropped, again, kept = ids[:12], ids[8:12], ids[12:]
+    put(cluster.client("n2"), ids)
+    put(cluster.client("n1"), ids[:3])
+    cluster.announce()
+    cluster.clock.advance(100.0)
+    cluster.announce()
+    cluster.lose("n2")
+    cluster.clock.advance(30.0)
+    cluster.announce()
+    assert cluster.client("n0").drop(dropped, LONG_S) == 0b111
+    put(cluster.client("n0"), again)  # computed anew: these stay
+    cluster.clock.advance(30.0)
+    if how == "restarted":
+        cluster.restart("n2", away_s=60.0)
+    else:
+        cluster.heal("n2")
+    cluster.announce()
+    cluster.settle()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(kept)
+    assert [holding(cluster, id) for id in ids] == [[]] * 8 + [["n0"]] * 4 + [["n2"]] * 8
+    for reader in cluster.nodes:
+        assert get(cluster.client(reader), ids) == (1 << 20) - (1 << 8)
+        assert seen(cluster.client(reader), ids) == ((1 << 20) - (1 << 8), 0)
+    put(cluster.client("n2"), dropped)  # once is enough
+    for _ in range(3):
+        cluster.clock.advance(10.0)
+        cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(ids)
+
+
+def test_a_drop_from_before_a_node_went_is_not_caught_up_with(start: Start) -> None:
+    cluster = start(3)
+    ids = [name(n, n) for n in range(20)]
+    cluster.client("n0").drop(ids, LONG_S)
+    cluster.clock.advance(100.0)
+    put(cluster.client("n2"), ids)
+    cluster.clock.advance(10.0)
+    cluster.restart("n2", away_s=5.0)
+    cluster.announce()
+    assert set(cluster.nodes["n2"].inner.scan()) == set(ids)
+
+
 def test_a_clear_from_before_a_node_went_is_not_caught_up_with(start: Start) -> None:
     cluster = start(3)
     ids = [name(n, n) for n in range(20)]

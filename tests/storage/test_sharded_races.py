@@ -150,6 +150,22 @@ def test_a_put_that_began_before_a_clear_leaves_nothing(cluster: Cluster, config
     assert seen(other, ids) == (0b111, 0)
 
 
+@pytest.mark.parametrize("config", [ShardConfig(), TWICE, HOME], ids=["writer", "writer x2", "home"])
+def test_a_put_that_began_before_a_drop_leaves_nothing_of_what_was_dropped(cluster: Cluster, config: ShardConfig) -> None:
+    ids = [name(n, group_at(cluster, "n2")) for n in range(3)]
+    gate = cluster.nodes["n2"].gates["announce"] = Gate()
+    writer, other = cluster.client("n1", config), cluster.client("n0")
+    worker = Worker(lambda: put(writer, ids))
+    assert gate.reached.wait(LONG_S)
+    assert other.drop(ids[:2], LONG_S) == 0b11
+    gate.open()
+    assert worker.join() == 0b100
+    assert [holding(cluster, id) for id in ids[:2]] == [[], []]
+    assert seen(other, ids) == (0b100, 0)
+    assert put(writer, ids) == 0b111
+    assert seen(other, ids) == (0b111, 0)
+
+
 def test_a_clear_refuses_from_its_beginning(cluster: Cluster) -> None:
     """The fence stands before the first store is emptied: what is said from then on of bytes seen before is not believed."""
     ids = [name(n, group_at(cluster, "n2")) for n in range(3)]

@@ -407,6 +407,9 @@ def test_the_directory_over_tcp(memory: MemoryStore, dial: Connect) -> None:
         assert 0.0 <= age < 3600.0
         assert client.forgotten(-1.0, TIMEOUT_S) == []
         assert client.announce("node-a:1", ids[6:9], TIMEOUT_S, epoch) == 0b101
+        assert client.forget_ids([ids[8], ids[39], name(99)], TIMEOUT_S) == 2
+        assert {prefix for prefix, _ in client.forgotten(3600.0, TIMEOUT_S)} == {prefix, ids[8], ids[39], name(99)}
+        assert client.announce("node-a:1", ids[6:9], TIMEOUT_S, epoch) == 0b001
         client.close()
 
 
