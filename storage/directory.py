@@ -25,6 +25,7 @@ import numpy.typing as npt
 from hicache_ray.errors import ConfigError, Inconsistent, StoreClosed, StoreError
 from hicache_ray.storage import bits
 from hicache_ray.storage.fences import Fences
+from hicache_ray.storage.forgotten import ForgottenLog, Told
 from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.storage.table import IdTable, Rows
 
@@ -82,7 +83,7 @@ class Directory(Protocol):
 @dataclass(frozen=True)
 class DirectoryStats:
     """``entries``: ids known now, in ``bytes`` of memory. Since the start: entries ``dropped`` for want of room, announcements that were
-    ``refused``."""
+    ``refused``, and how often what was forgotten could not be kept on the disk (``unkept``)."""
 
     entries: int
     holders: int
@@ -90,15 +91,17 @@ class DirectoryStats:
     dropped: int = 0
     refused: int = 0
     epoch: int = 0
+    unkept: int = 0
 
 
 class HomeIndex:
     """A :class:`Directory` in memory, of at most ``max_entries`` ids; those announced longest ago go first, and are counted.
 
-    In arrays: about 130 bytes per id. Of an id that more than ``HOLDERS`` nodes have, it knows the first ones.
+    In arrays: about 130 bytes per id. Of an id that more than ``HOLDERS`` nodes have, it knows the first ones. ``log``: where what was
+    forgotten is kept; it outlives this index.
     """
 
-    def __init__(self, max_entries: int = 1 << 20, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_entries: int = 1 << 20, clock: Callable[[], float] = time.monotonic, log: ForgottenLog | None = None) -> None:
         if max_entries < 1:
             raise ConfigError(f"a home index needs room for at least one entry, not {max_entries}; raise max_entries")
         self._max = max_entries
@@ -106,7 +109,10 @@ class HomeIndex:
         self._table = IdTable(columns={"holders": f"({HOLDERS},)u2", "said": "u4"})
         self._numbers: dict[str, int] = {}  # holder -> its number in the column, from 1; 0 is nobody
         self._fences = Fences()
-        self._clock = clock
+        self._clock, self._log = clock, log
+        if log is not None:
+            told = log.load(clock())
+            self._fences.load(told.entries, told.floor_at)
         self._calls = self._dropped = self._refused = 0
         self._closed = False
 
@@ -150,10 +156,11 @@ class HomeIndex:
 
     def forget(self, prefix: bytes, timeout_s: float) -> int:
         with self._open():
-            self._fences.add(prefix, self._clock())
+            self._fences.add([prefix], self._clock())
             rows = self._table.rows(prefix)
             self._table.remove(rows)
-            return len(rows)
+        self._keep(timeout_s)
+        return len(rows)
 
     def forget_ids(self, ids: Sequence[bytes], timeout_s: float) -> int:
         require_ids(ids)
@@ -162,7 +169,8 @@ class HomeIndex:
             rows = self._table.find(ids)
             rows = np.unique(rows[rows >= 0])
             self._table.remove(rows)
-            return len(rows)
+        self._keep(timeout_s)
+        return len(rows)
 
     def forgotten(self, seconds: float, timeout_s: float) -> Sequence[tuple[bytes, float]]:
         with self._open():
@@ -184,7 +192,8 @@ class HomeIndex:
     def stats(self) -> DirectoryStats:
         with self._lock:
             table = self._table
-            return DirectoryStats(len(table), len(self._numbers), table.nbytes, self._dropped, self._refused, self._fences.epoch)
+            unkept = 0 if self._log is None else self._log.failures
+            return DirectoryStats(len(table), len(self._numbers), table.nbytes, self._dropped, self._refused, self._fences.epoch, unkept)
 
     def close(self) -> None:
         """Idempotent. Later calls raise StoreClosed."""
@@ -203,7 +212,17 @@ class HomeIndex:
             if len(self._table) > self._max:
                 raise Inconsistent("the home index is larger than its bound")
 
-    # -- inside; the lock is held ------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _keep(self, timeout_s: float) -> None:
+        if self._log is not None:
+            self._log.save(self._fences.epoch, self._told, timeout_s / 2)  # there must be time to do without
+
+    def _told(self) -> tuple[int, Told, float]:
+        with self._lock:
+            return self._fences.epoch, Told(*self._fences.everything()), self._clock()
+
+    # -- the lock is held --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _open(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import DiskLent, Leases
+from hicache_ray.storage.disk_log import DiskLog
 from hicache_ray.storage.disk_moves import Mover
 from hicache_ray.storage.disk_plan import Found, Plan
 from hicache_ray.storage.disk_room import RoomMaker
@@ -51,16 +52,21 @@ class DiskStore:
         os_port: DiskOs | None = None,
         tenant_bytes: Mapping[str, int] | None = None,
         records: Mapping[bytes, Mapping[str, str]] | None = None,
+        log_bytes: int = 0,
     ) -> None:
         """Locks the directory and takes over what is in it, cut to the cap. Raises ConfigError and leaves nothing open.
 
         ``clock``: of leases and of the time for which writes stay off. Timeouts of calls are real time. ``tenant_bytes``: most bytes of a
         tenant, by its name; ``records``: what says whose a space is, beside what was described before.
+        ``log_bytes``: of the cap, twice, for :meth:`keep_log`.
         """
         self.config, self.clock = config, clock
         self._port = os_port or DiskOs()
-        self._files = DiskFiles(config, self._port)
+        self._files = DiskFiles(config, self._port, log_bytes)
+        self._log = DiskLog(self._port, config.directory, config.fsync != "never")
         try:
+            #: What an earlier store kept there, and when; None where it kept nothing.
+            self.log = self._log.read() if log_bytes else None
             segments, self._descriptions = self._files.load(), self._files.descriptions()
             tenants = DiskTenants(tenant_bytes or {}, {**self._descriptions, **(records or {})})
             self._index = DiskIndex(self._files, segments, tenants)
@@ -77,6 +83,7 @@ class DiskStore:
             raise
         self._lock = threading.Condition(threading.Lock())
         self._describing = threading.Lock()  # one writer of the records at a time, so that the last one is the newest
+        self._logging = threading.Lock()  # the same
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
         mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
@@ -224,6 +231,23 @@ class DiskStore:
     def away_s(self) -> float:
         """Seconds from the last time that an earlier store wrote here until this one started; 0 where it left nothing."""
         return self._away_s
+
+    def keep_log(self, data: bytes, timeout_s: float) -> None:
+        """Keep this beside the objects, in place of what was kept before. Raises StoreError; then either of the two is there."""
+
+        def keep(staging: memoryview, batch: Batch) -> None:
+            with self._logging:  # bounded as the calls in it are; the caller has a deadline
+                self._log.replace(data)
+
+        with self._call(timeout_s) as until:
+            with self._locked(until):
+                if not self._writable() and self._off is not None:
+                    raise StoreError(self._off[0])
+            (error,) = self._workers.run([keep], until)
+            if error is not None:
+                with self._locked():
+                    self._turn_off(error)
+                raise StoreError(f"the disk refuses it: {error}") from error
 
     @property
     def index_bytes(self) -> int:

@@ -3,6 +3,7 @@
     hicache.lock            locked while a store lives; also where direct I/O is tried
     hicache-00000001.seg    segments, allocated whole when they are made
     hicache.json            the readable records of namespaces and tags
+    hicache.forgotten       what was dropped, where somebody keeps it: see disk_log
 
 Other files are left alone, and count. Space is counted before it is asked for, and is given back when the file is gone.
 """
@@ -24,6 +25,7 @@ from hicache_ray.storage import disk_segment
 from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.disk_format import Geometry, geometry
 from hicache_ray.storage.disk_io import BLOCK, DiskOs, read_upto, up, write_all
+from hicache_ray.storage.disk_log import LOG, LOG_TEMPORARY, log_room
 from hicache_ray.storage.disk_segment import Segment, SegmentFile
 
 LOCK, RECORDS, TEMPORARY = "hicache.lock", "hicache.json", "hicache.json.new"
@@ -34,8 +36,8 @@ _SCRATCH = 16 * BLOCK
 class DiskFiles:
     """Opened and locked by construction. ``used``: bytes that count against the cap."""
 
-    def __init__(self, config: DiskConfig, port: DiskOs) -> None:
-        """Raises ConfigError and leaves nothing open."""
+    def __init__(self, config: DiskConfig, port: DiskOs, log_bytes: int = 0) -> None:
+        """``log_bytes``: most that is written to the log. Raises ConfigError and leaves nothing open."""
         self.config, self.port = config, port
         self.directory = config.directory
         self.used = 0
@@ -57,7 +59,7 @@ class DiskFiles:
         try:
             self._lock = self._take_lock()
             self.direct = self._try_direct()
-            self._count()
+            self._count(log_bytes)
         except OSError as error:
             self.close()
             raise ConfigError(self._sentence(error)) from error
@@ -251,12 +253,13 @@ class DiskFiles:
             )
         return False
 
-    def _count(self) -> None:
+    def _count(self, log_bytes: int) -> None:
         """What is there already, and whether the rest of the cap can be had."""
         files = dict(self.port.files(self.directory))
-        if TEMPORARY in files:
-            self.port.unlink(os.path.join(self.directory, TEMPORARY))
-            del files[TEMPORARY]
+        for temporary in {TEMPORARY, LOG_TEMPORARY} & files.keys():
+            self.port.unlink(os.path.join(self.directory, temporary))
+            del files[temporary]
+        files[LOG] = log_room(log_bytes, files) or files.get(LOG, 0)
         self.used = sum(up(size) for size in files.values())
         self._records_bytes = up(files.get(RECORDS, 0))
         self._next = max([int(match[1]) for name in files if (match := _SEGMENT.fullmatch(name))], default=0) + 1

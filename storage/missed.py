@@ -4,8 +4,8 @@ A clear reaches the nodes that are alive, and so does a drop of single ids, whic
 cut off or frozen still has its bytes when it is back, on its disk say. So it asks every node that it has not seen for a moment what was
 cleared meanwhile, and drops what it has of it, before it tells anybody what it has. It may also be that only the others took it for dead,
 as nobody reached it and it reached everybody: so it asks all of them now and then. What it may lose by that is something that was stored
-just then; a copy of a page, never a right answer. A node that was started after the clear does not know of it; so if all others were, what
-was cleared is there again.
+just then; a copy of a page, never a right answer. A node that was started after the clear knows of it where its disk says so (see
+:mod:`hicache_ray.storage.forgotten`); if all others were, and none has a disk, what was cleared is there again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MissedClears:
         self._store, self._index, self._connect, self._clock, self._drop_s = store, index, connect, clock, drop_s
         self._gone = gone
         self._since = clock() - away_s
-        self._asked: dict[str, float] = {}  # holder -> when it was asked the last question that is dealt with
+        self._asked: dict[str, float] = {}  # node -> when it was asked the last question that is dealt with, whatever its incarnation
         self._seen: dict[str, float] = {}  # holder -> when it was alive, and had been asked
         self._done: dict[bytes, float] = {}  # prefix -> when it was caught up with
         self._done_ids: dict[bytes, float] = {}
@@ -60,23 +60,24 @@ class MissedClears:
             if member.node == here:
                 continue
             try:
-                if self._due(member.holder):
+                if self._due(member):
                     self._ask(member, view, here, deadline)
                 self._seen[member.holder] = self._clock()
             except StoreError:
                 continue
-        for known in (self._asked, self._seen):
-            for holder in known.keys() - view.known:
-                del known[holder]
+        for holder in self._seen.keys() - view.known:
+            del self._seen[holder]
+        for node in self._asked.keys() - {holder.rpartition(":")[0] for holder in view.known}:
+            del self._asked[node]
 
-    def _due(self, holder: str) -> bool:
+    def _due(self, member: Member) -> bool:
         now, never = self._clock(), float("-inf")
-        return now - self._seen.get(holder, never) > _GAP_S or now - self._asked.get(holder, never) > _EVERY_S
+        return now - self._seen.get(member.holder, never) > _GAP_S or now - self._asked.get(member.node, never) > _EVERY_S
 
     def _ask(self, member: Member, view: View, here: str, deadline: Deadline) -> None:
         """Raises StoreError."""
         asked, most = self._clock(), deadline.left() / 2  # one that hangs leaves time for the others
-        since = self._asked.get(member.holder, self._since)
+        since = self._asked.get(member.node, self._since)
         told = self._connect(member).forgotten(asked - since + most, most)  # it looks back from when it hears of it
         now = self._clock()  # no clear was later than this says: the answer took time
         at: dict[float, list[bytes]] = defaultdict(list)
@@ -84,7 +85,7 @@ class MissedClears:
             at[now - age].append(prefix)
         missed = [prefix for cleared_at, prefixes in at.items() for prefix in self._missed(prefixes, cleared_at)]
         self._drop(missed, lambda ids: self._left(view, here, ids), Deadline.after(self._clock, self._drop_s))
-        self._asked[member.holder] = asked
+        self._asked[member.node] = asked
 
     def _missed(self, prefixes: Sequence[bytes], cleared_at: float) -> list[bytes]:
         """Those that this node was not told of as well, and has not caught up with since."""

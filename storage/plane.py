@@ -14,6 +14,7 @@ from typing import Any
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
 from hicache_ray.storage.announcer import Announcer
 from hicache_ray.storage.directory import Directory, HomeIndex
+from hicache_ray.storage.forgotten import ForgottenLog
 from hicache_ray.storage.local import LocalStore
 from hicache_ray.storage.members import Member, Members, View
 from hicache_ray.storage.membership import MOST_MEMBERS, Membership, pack_membership, require_member, require_reachable
@@ -26,6 +27,7 @@ from hicache_ray.storage.tcp_server import TcpServer
 
 # One link each, and hardly any back-off: the rounds of the prober and the steps of the announcer are the back-off.
 _LINK = TcpClientConfig(streams=1, connections=1, backoff_s=0.001, backoff_most_s=0.1)
+_FORGET_S = 4.0
 
 
 class Dialer:
@@ -62,7 +64,7 @@ class Dialer:
 
 class Plane:
     """``start`` and ``close`` may be called once each; close is idempotent. ``background`` False: no threads but the server's; whoever made
-    it calls ``prober.step()`` and ``announcer.step()``. ``away_s``: as the announcer's."""
+    it calls ``prober.step()`` and ``announcer.step()``. ``away_s``: as the announcer's; ``log``: as the index's."""
 
     def __init__(
         self,
@@ -72,18 +74,17 @@ class Plane:
         clock: Callable[[], float],
         background: bool = True,
         away_s: float = 0.0,
+        log: ForgottenLog | None = None,
     ) -> None:
         incarnation = node.arena.incarnation
         self.config, self._background = config, background
-        self.home = HomeIndex(config.home_entries, clock)
+        self.home = HomeIndex(config.home_entries, clock, log)
         self.members = Members(clock, config.members)
         self.me = Member(config.node, incarnation, "", config.label)
         self._pings, self._homes = Dialer(config.token), Dialer(config.token)
         self.server = TcpServer(store, config.tcp, self.home, incarnation) if config.token else None
         self.prober = Prober(config.node, self.members, self._ping)
-        self.announcer = Announcer(
-            lambda: self.me, store, self.members.alive, self._home_of, config.announcer, clock, self.home, away_s
-        )
+        self.announcer = Announcer(lambda: self.me, store, self.members.alive, self._home_of, config.announcer, clock, self.home, away_s)
         self._said: tuple[View | None, bytes] = (None, b"")
         self._closing = ExitStack()
         node.watch(self.announcer.evicted, self._forget)
@@ -170,4 +171,4 @@ class Plane:
 
     def _forget(self, prefix: bytes) -> None:
         with suppress(StoreError):  # closed meanwhile
-            self.home.forget(prefix, 0.0)
+            self.home.forget(prefix, _FORGET_S)

@@ -16,6 +16,7 @@ from hicache_ray.errors import StoreError
 from hicache_ray.storage.behind_arena import ArenaBehind
 from hicache_ray.storage.disk import DiskStore
 from hicache_ray.storage.flight import FlightEndpoint
+from hicache_ray.storage.forgotten import ForgottenLog, log_bytes
 from hicache_ray.storage.local import LocalStore
 from hicache_ray.storage.members import Member
 from hicache_ray.storage.node import NodeStore
@@ -52,7 +53,8 @@ class StorageNode:
     def _start(self) -> None:
         config = self.config
         if config.disk is not None:
-            self.disk = DiskStore(config.disk, self._clock, None, config.arena.tenant_bytes, config.records)
+            kept = log_bytes(config.disk.size_bytes) if config.token else 0
+            self.disk = DiskStore(config.disk, self._clock, None, config.arena.tenant_bytes, config.records, kept)
             self._closing.callback(self.disk.close)
         self._closing.callback(self.service.close)
         node = self.service.open().node
@@ -62,7 +64,8 @@ class StorageNode:
         store = LocalStore(node, clock=self._clock)
         self._closing.callback(store.close)
         away_s = 0.0 if self.disk is None else self.disk.away_s
-        self._plane = Plane(config, node, store, self._clock, self._background, away_s)
+        log = ForgottenLog(self.disk, log_bytes(self.disk.config.size_bytes)) if self.disk is not None and config.token else None
+        self._plane = Plane(config, node, store, self._clock, self._background, away_s, log)
         self._closing.callback(self._plane.close)
         self._plane.start()
         if config.flight_port is not None:

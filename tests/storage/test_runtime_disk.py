@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hicache_ray.storage import ArenaClient, DiskConfig, MemoryStore, NodeStore,
 from hicache_ray.storage.arena import Arena, ArenaConfig
 from hicache_ray.storage.behind_arena import ArenaBehind
 from hicache_ray.storage.conformance import Gate
+from hicache_ray.storage.disk_log import LOG
 from hicache_ray.storage.local import LocalStore
 from tests.storage.conftest import PAGES, FakeClock
 from tests.storage.nodes import Nodes, in_groups, node_config
@@ -170,6 +172,84 @@ def test_a_node_that_was_down_during_a_drop_has_nothing_of_it_when_it_is_back(ma
     for i in range(left + 1):
         assert get(nodes.open(i), MANY[:20]) == set(MANY[:2])
         assert present(nodes.open(i), MANY) == {*MANY[:2], *MANY[20:]}
+
+
+def restart_all(nodes: Nodes, *left: int) -> None:
+    """All these at once: nobody lives who was told of anything."""
+    configs = [nodes[i].config for i in left]
+    for i in left:
+        nodes.lose(i)
+    for config in configs:
+        nodes.start(config)
+    nodes.introduce()
+
+
+@pytest.mark.parametrize("what", ["clear", "drop"])
+def test_what_was_dropped_stays_so_though_everybody_else_was_started_anew(make: Callable[..., Nodes], what: str) -> None:
+    nodes = make(3)
+    store_all(nodes, nodes.open(2))
+    config = nodes[2].config
+    nodes.lose(2)
+    for node in nodes.nodes.values():
+        node.set_members(nodes.members)
+    store = nodes.open(0)
+    if what == "clear":
+        assert store.clear(TIMEOUT_S) == 0
+    else:
+        assert store.drop([name(n) for n in MANY[:20]], TIMEOUT_S) == 0
+    assert nodes[0].stats()["home"]["unkept"] == 0
+    restart_all(nodes, 0, 1)
+    restart_all(nodes, 1)  # only one is left who has heard of somebody who was told
+    nodes.start(config)
+    nodes.introduce()
+    disk = nodes[2].disk
+    assert disk is not None
+    assert len(list(disk.scan())) == len(MANY)
+    nodes.announce()
+    nodes.settle()
+    kept = set() if what == "clear" else set(MANY[20:])
+    assert set(disk.scan()) == {name(n) for n in kept}
+    assert present(nodes.open(0), MANY) == get(nodes.open(1), MANY) == kept
+
+
+def test_a_damaged_list_of_drops_costs_a_node_that_was_away_its_pages_and_nobody_else(
+    make: Callable[..., Nodes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = make(3)
+    store_all(nodes, nodes.open(2))
+    nodes.announce()
+    assert put(nodes.open(1), MANY[:4]) == 0b1111
+    nodes.announce()
+    nodes.clock.advance(60.0)
+    nodes.announce()
+    config, damaged = nodes[2].config, nodes[0].config
+    nodes.lose(2)
+    nodes[0].plane.home.forget(b"nobody's", TIMEOUT_S)
+    nodes.clock.advance(20.0)
+    nodes[1].plane.announcer.step()  # it asks, and there is nothing
+    nodes.lose(0)
+    log = tmp_path / "n0" / LOG
+    log.write_bytes(log.read_bytes()[:-1])
+    age(20.0, log)
+    age(60.0, *(tmp_path / "n2").glob("*.seg"))
+    nodes.start(damaged)
+    assert ["is damaged; nodes that come back will drop all" in line for line in caplog.messages] == [True]
+    nodes.introduce()
+    nodes[1].plane.announcer.step()
+    nodes.start(config)
+    nodes.introduce()
+    nodes.announce()
+    nodes.settle()
+    disks = {name: node.disk for name, node in nodes.nodes.items() if node.disk is not None}
+    assert {name: len(list(disk.scan())) for name, disk in disks.items()} == {"n0": 0, "n1": 4, "n2": 0}
+    assert present(nodes.open(2), MANY) == set(MANY[:4])
+
+
+def age(seconds: float, *files: Path) -> None:
+    """They were last written so long ago."""
+    for file in files:
+        then = file.stat().st_mtime - seconds
+        os.utime(file, (then, then))
 
 
 def test_a_drop_reaches_the_disk(make: Callable[..., Nodes]) -> None:
