@@ -23,6 +23,7 @@ from hicache_ray.spec import CacheSpec, Component, Field, Kind, Shard, Tier
 from hicache_ray.storage import ArenaConfig, ShardConfig
 from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.node_config import NodeConfig
+from hicache_ray.storage.repair import RepairConfig
 
 SHARED_MEMORY = "/dev/shm"
 LOOPBACK = "127.0.0.1"
@@ -222,6 +223,7 @@ def node_config(config: Config, here: Here, token: str, records: Mapping[bytes, 
         disk=disk_config(config, here),
         write_behind_bytes=store.write_behind or max(store.size // 4, 1),
         records=records or {},
+        repair=RepairConfig(store.repair_rate),
     )
 
 

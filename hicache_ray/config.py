@@ -16,10 +16,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import ValidationInfo
 from typing_extensions import Self
 
-from hicache_ray.config_sizes import parse_size
+from hicache_ray.config_sizes import parse_size, parse_size_or_0
 
 Layout: TypeAlias = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+SizeOr0: TypeAlias = Annotated[int, BeforeValidator(parse_size_or_0)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
@@ -171,6 +172,11 @@ class StorageConfig(Section):
         "writer", description="where bytes lie: on the node that wrote them, or on the node that its prefix belongs to"
     )
     replicas: Annotated[int, Field(ge=1, le=2)] = Field(1, description="nodes that keep a copy of each object")
+    repair_rate: SizeOr0 = Field(
+        64 * 1024**2,
+        description="bytes per second that a node sends to make lost second copies again; 0: they are made by the next write only",
+        json_schema_extra=_BYTES,
+    )
     host: str = Field(
         "127.0.0.1", description="address at which the other nodes reach a node's store; auto: the node's own, as Ray knows it"
     )

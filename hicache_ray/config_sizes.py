@@ -26,9 +26,16 @@ def parse_size(value: object) -> int:
     return size
 
 
+def parse_size_or_0(value: object) -> int:
+    """The same, where 0 says that there is to be nothing."""
+    if value in ("0", 0) and not isinstance(value, bool):
+        return 0
+    return parse_size(value)
+
+
 def format_size(size: int) -> str:
     """The shortest exact way to write ``size``: ``2GiB``, ``500MB``, ``1234``. ``parse_size`` reads it back unchanged."""
-    for base, suffix in ((1024, "iB"), (1000, "B")):
+    for base, suffix in ((1024, "iB"), (1000, "B")) if size else ():
         for letter, power in reversed(tuple(_POWERS.items())):
             if size % base**power == 0:
                 return f"{size // base**power}{letter}{suffix}"

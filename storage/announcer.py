@@ -94,6 +94,7 @@ class Announcer:
         self._told: View | None = None  # the view whose homes have been told, or are about to be
         self._past: list[tuple[View, float]] = []  # views that some client may have used a moment longer, and when none does any more
         self._todo: dict[bytes, None] = {}
+        self._announcing = False
         self._said_at = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +111,16 @@ class Announcer:
     def idle(self) -> bool:
         """Is there nothing left to tell, as far as is known?"""
         with self._lock:
-            return not self._evicted and not self._todo and self._told is not None and self._told.version == self.view().version
+            return not self._evicted and self._has_announced()
+
+    def announced(self) -> bool:
+        """Do the homes of now know of all that was here when they became so?"""
+        with self._lock:
+            return self._has_announced()
+
+    def caught(self, ids: Sequence[bytes], seconds: float) -> int:
+        """Bitset of the ids of which this node had missed a drop, and caught up with it in the last ``seconds``. From any thread."""
+        return 0 if self._missed is None else self._missed.caught(ids, seconds)
 
     def step(self) -> None:
         """Tell the homes what there is to tell, within ``timeout_s``. What failed stays for the next step."""
@@ -124,9 +134,10 @@ class Announcer:
             evicted, self._evicted = list(self._evicted), {}
         for start in range(0, len(evicted), self.config.batch):
             self._send(view, evicted[start : start + self.config.batch], self._withdraw, self.evicted, down, deadline)
-        waiting, self._todo = list(self._todo), {}
+        waiting, self._todo, self._announcing = list(self._todo), {}, True
         for start in range(0, len(waiting), self.config.batch):
             self._send(view, waiting[start : start + self.config.batch], self._announce, self._later, down, deadline)
+        self._announcing = False
 
     def start(self) -> Announcer:
         self._thread = threading.Thread(target=self._run, name="hicache-announcer", daemon=True)
@@ -181,6 +192,9 @@ class Announcer:
         if self.index is not None:
             for holder in view.over:
                 self.index.leave(holder)
+
+    def _has_announced(self) -> bool:
+        return not self._todo and not self._announcing and self._told is not None and self._told.version == self.view().version
 
     def _later(self, ids: Sequence[bytes]) -> None:
         self._todo.update(dict.fromkeys(ids))

@@ -10,6 +10,7 @@ just then; a copy of a page, never a right answer. A node that was started after
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -33,7 +34,8 @@ class MissedClears:
     """For the node whose store is ``store`` and whose part of the directory, which knows the clears that did reach it, is ``index``.
 
     ``away_s``: for how long, before now, the node had not been there. ``drop_s``: most that it takes to drop what it missed, according to
-    one node. ``gone`` is told of what was dropped and has entries here that say otherwise, perhaps. Not thread-safe.
+    one node. ``gone`` is told of what was dropped and has entries here that say otherwise, perhaps. ``catch_up`` may be called from one
+    thread.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class MissedClears:
         self._seen: dict[str, float] = {}  # holder -> when it was alive, and had been asked
         self._done: dict[bytes, float] = {}  # prefix -> when it was caught up with
         self._done_ids: dict[bytes, float] = {}
+        self._lock = threading.Lock()  # of these two
 
     def catch_up(self, view: View, here: str, deadline: Deadline) -> None:
         """Ask who was not seen for a moment, or not asked for a while. Who does not answer is asked the next time, for as much more."""
@@ -69,6 +72,13 @@ class MissedClears:
             del self._seen[holder]
         for node in self._asked.keys() - {holder.rpartition(":")[0] for holder in view.known}:
             del self._asked[node]
+
+    def caught(self, ids: Sequence[bytes], seconds: float) -> int:
+        """Bitset of the ids of which a drop was caught up with in the last ``seconds``. From any thread."""
+        since = self._clock() - seconds
+        with self._lock:
+            done = tuple(prefix for prefix, at in self._done.items() if at >= since)
+            return bits.pack([id.startswith(done) or self._done_ids.get(id, float("-inf")) >= since for id in ids])
 
     def _due(self, member: Member) -> bool:
         now, never = self._clock(), float("-inf")
@@ -107,8 +117,9 @@ class MissedClears:
         for start in range(0, len(ids), _BATCH):
             some, began = ids[start : start + _BATCH], self._clock()
             existed = self._store.drop(some, deadline.left())
-            left([some[i] for i in bits.each(existed)])
-            _remember(self._done_ids, some, began, _KEPT_IDS)
+            self._gone([some[i] for i in bits.each(existed)])
+            with self._lock:
+                _remember(self._done_ids, some, began, _KEPT_IDS)
         for prefix in prefixes:
             if len(prefix) == ID_BYTES:
                 continue
@@ -117,7 +128,8 @@ class MissedClears:
             for start in range(0, len(mine), _BATCH):
                 self._store.drop(mine[start : start + _BATCH], deadline.left())
                 left(mine[start : start + _BATCH])
-            _remember(self._done, [prefix], began, _KEPT)
+            with self._lock:
+                _remember(self._done, [prefix], began, _KEPT)
 
 
 def _remember(done: dict[bytes, float], prefixes: Sequence[bytes], at: float, most: int) -> None:

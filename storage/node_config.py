@@ -12,6 +12,7 @@ from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.members import Member, MembersConfig
 from hicache_ray.storage.membership import require_member
 from hicache_ray.storage.peers import ShardConfig
+from hicache_ray.storage.repair import RepairConfig
 from hicache_ray.storage.tcp import TcpClientConfig, TcpConfig
 
 _ANY = ("", "0.0.0.0", "::")  # what a socket can be bound to, and nobody can connect to
@@ -25,7 +26,7 @@ class NodeConfig:
     the same on every node. ``flight_port``: of an Arrow Flight endpoint, 0: the system picks one, None: none. ``home_entries``: most
     entries of this node's part of the directory. ``disk``: what lies behind the arena, None: nothing; ``write_behind_bytes``: of the
     objects that wait to be written there, at most. ``records``: described from the start, by their digests: what says whose a space is
-    must be known before its first byte, or the cap of its tenant holds too late.
+    must be known before its first byte, or the cap of its tenant holds too late. ``repair``: of second copies that are lost.
     """
 
     node: str
@@ -45,6 +46,7 @@ class NodeConfig:
     disk: DiskConfig | None = None
     write_behind_bytes: int = 256 << 20
     records: Mapping[bytes, Mapping[str, str]] = field(default_factory=dict)
+    repair: RepairConfig = field(default_factory=RepairConfig)
 
     def __post_init__(self) -> None:
         require_member(Member(self.node, "0", "", self.label))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError
@@ -20,13 +20,19 @@ from hicache_ray.storage.members import Member, Members, View
 from hicache_ray.storage.membership import MOST_MEMBERS, Membership, pack_membership, require_member, require_reachable
 from hicache_ray.storage.node import NodeStore
 from hicache_ray.storage.node_config import NodeConfig
+from hicache_ray.storage.peers import NodeHandle
 from hicache_ray.storage.prober import Prober
+from hicache_ray.storage.repair import Repairer, read_from
+from hicache_ray.storage.sharded import ShardedStore
 from hicache_ray.storage.tcp import TcpClientConfig
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.storage.tcp_server import TcpServer
+from hicache_ray.storage.wrappers import StoreWrapper
+from hicache_ray.store import Store
 
 # One link each, and hardly any back-off: the rounds of the prober and the steps of the announcer are the back-off.
 _LINK = TcpClientConfig(streams=1, connections=1, backoff_s=0.001, backoff_most_s=0.1)
+_BULK = TcpClientConfig(streams=1, connections=2)
 _FORGET_S = 4.0
 
 
@@ -62,9 +68,17 @@ class Dialer:
         self.keep([])
 
 
+class _Own(StoreWrapper):
+    """This node's store as one of many: whoever closes the handle does not close it."""
+
+    def close(self) -> None:
+        pass
+
+
 class Plane:
     """``start`` and ``close`` may be called once each; close is idempotent. ``background`` False: no threads but the server's; whoever made
-    it calls ``prober.step()`` and ``announcer.step()``. ``away_s``: as the announcer's; ``log``: as the index's."""
+    it calls ``prober.step()``, ``announcer.step()`` and ``repairer.step()``. ``away_s``: as the announcer's; ``log``: as the index's;
+    ``disk``: what is behind the store."""
 
     def __init__(
         self,
@@ -75,6 +89,7 @@ class Plane:
         background: bool = True,
         away_s: float = 0.0,
         log: ForgottenLog | None = None,
+        disk: Store | None = None,
     ) -> None:
         incarnation = node.arena.incarnation
         self.config, self._background = config, background
@@ -85,6 +100,12 @@ class Plane:
         self.server = TcpServer(store, config.tcp, self.home, incarnation) if config.token else None
         self.prober = Prober(config.node, self.members, self._ping)
         self.announcer = Announcer(lambda: self.me, store, self.members.alive, self._home_of, config.announcer, clock, self.home, away_s)
+        shards = ShardedStore(config.node, self.members.alive, self._handle_of, replace(config.shard, workers=1))
+        self.repairer = Repairer(
+            shards, store, read_from(store, disk), self.members.alive, self.announcer.announced, self._told, self.announcer.caught,
+            config.repair, clock,
+        )  # fmt: skip
+        self._store = store
         self._said: tuple[View | None, bytes] = (None, b"")
         self._closing = ExitStack()
         node.watch(self.announcer.evicted, self._forget)
@@ -102,9 +123,11 @@ class Plane:
         self.members.join(self.me)
         self._closing.callback(self.prober.close)
         self._closing.callback(self.announcer.close)
+        self._closing.callback(self.repairer.close)
         if self._background:
             self.prober.start()
             self.announcer.start()
+            self.repairer.start()
         return self
 
     def set_members(self, members: Sequence[Member]) -> None:
@@ -149,8 +172,14 @@ class Plane:
                 "turned_away": self.server.turned_away,
                 "inflight_bytes": self.server.inflight_bytes,
             }
-        counted = asdict(self.announcer.stats)
-        return {"version": alive.version, "members": table, "home": asdict(self.home.stats()), "announcer": counted, "tcp": server}
+        return {
+            "version": alive.version,
+            "members": table,
+            "home": asdict(self.home.stats()),
+            "announcer": asdict(self.announcer.stats),
+            "repair": {**asdict(self.repairer.stats), "waiting": self.repairer.waiting},
+            "tcp": server,
+        }
 
     def check(self) -> None:
         """Raises Inconsistent."""
@@ -168,6 +197,18 @@ class Plane:
 
     def _home_of(self, member: Member) -> Directory:
         return self.home if member.node == self.me.node else self._homes.to(member)
+
+    def _handle_of(self, member: Member) -> NodeHandle:
+        """For the repairs. Raises StoreError."""
+        if member.node == self.me.node:
+            return NodeHandle(member.node, member.incarnation, member.label, _Own(self._store), self.home)
+        require_reachable(member)
+        remote = TcpStore(member.address, self.config.token, _BULK, incarnation=member.incarnation)
+        return NodeHandle(member.node, member.incarnation, member.label, remote, remote)
+
+    def _told(self, ids: Sequence[bytes], seconds: float) -> int:
+        """Where more was forgotten than can be named, it may have been any of them."""
+        return (1 << len(ids)) - 1 if self.home.knows([b""], seconds) else self.home.knows(ids, seconds)
 
     def _forget(self, prefix: bytes) -> None:
         with suppress(StoreError):  # closed meanwhile

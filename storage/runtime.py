@@ -65,7 +65,7 @@ class StorageNode:
         self._closing.callback(store.close)
         away_s = 0.0 if self.disk is None else self.disk.away_s
         log = ForgottenLog(self.disk, log_bytes(self.disk.config.size_bytes)) if self.disk is not None and config.token else None
-        self._plane = Plane(config, node, store, self._clock, self._background, away_s, log)
+        self._plane = Plane(config, node, store, self._clock, self._background, away_s, log, self.disk)
         self._closing.callback(self._plane.close)
         self._plane.start()
         if config.flight_port is not None:
@@ -95,8 +95,8 @@ class StorageNode:
         self.plane.set_members(members)
 
     def stats(self) -> Mapping[str, Any]:
-        """``address``; ``arena``: counters of the store; ``members`` (who is alive), ``home``, ``announcer``, ``tcp``, ``flight``,
-        ``disk`` and ``behind`` (what waits to be written there). For JSON."""
+        """``address``; ``arena``: counters of the store; ``members`` (who is alive), ``home``, ``announcer``, ``repair``, ``tcp``,
+        ``flight``, ``disk`` and ``behind`` (what waits to be written there). For JSON."""
         return {
             "address": self.address.to_dict(),
             "arena": asdict(self.node.stats()),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hicache_ray.errors import StoreError
-from hicache_ray.storage import sharded_lease, sharded_reads, sharded_whole
+from hicache_ray.storage import sharded_lease, sharded_reads, sharded_repair, sharded_whole
 from hicache_ray.storage.announcer import announce_visible
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.copying import as_array
@@ -20,6 +20,7 @@ from hicache_ray.storage.ids import require_ids, require_keys
 from hicache_ray.storage.members import Member, View
 from hicache_ray.storage.peers import NodeHandle, Peers, ShardConfig, settle
 from hicache_ray.storage.sharded_reads import Asked, by_home
+from hicache_ray.storage.sharded_repair import Lacking, Read, Remaking
 from hicache_ray.storage.sharded_writes import Writing, drop_from
 from hicache_ray.store import Answer, Bytes, Lent, StoreStats
 
@@ -89,6 +90,29 @@ class ShardedStore:
     def scan(self, prefix: bytes = b"", timeout_s: float = 10.0) -> Iterator[bytes]:
         return iter(sharded_whole.scan(self._asked(timeout_s), prefix))
 
+    def lacking(self, ids: Sequence[bytes], timeout_s: float) -> Lacking:
+        """Which of this node's objects nobody else has."""
+        return sharded_repair.lacking(self._asked(timeout_s), ids)
+
+    def remake(self, ids: Sequence[bytes], read: Read, timeout_s: float) -> Remaking:
+        """Make the other copy of objects of this node: see :mod:`hicache_ray.storage.sharded_repair`."""
+        asked = self._asked(timeout_s)
+        made = sharded_repair.remake(asked, ids, read, self.config)
+        for member, owed in made.owed.items():
+            self._owe(member.holder, owed)
+        return made
+
+    def take_back(self, holder: Member, ids: Sequence[bytes], timeout_s: float) -> None:
+        """Drop copies that should not have been made; where that fails now, by the next call of this or of :meth:`settle_up`."""
+        asked = self._asked(timeout_s)
+        self._owe(holder.holder, ids)
+        self._take_back(asked)
+        sharded_repair.withdraw(asked, holder.holder, ids)
+
+    def settle_up(self, timeout_s: float) -> None:
+        """Do what earlier calls could not: every put does it; this is for a store that is not written for a while."""
+        self._take_back(self._asked(timeout_s))
+
     def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
         sharded_whole.describe(self._asked(timeout_s), digest, record)
 
@@ -148,7 +172,6 @@ class ShardedStore:
                 one.result()
             except StoreError:
                 self._keep_late(mine)
-
 
     def _owe(self, holder: str, ids: Sequence[bytes]) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ray.config import Config, choices, settings
-from hicache_ray.config_sizes import format_size, parse_size
+from hicache_ray.config_sizes import format_size, parse_size, parse_size_or_0
 from hicache_ray.config_sources import (
     HIDDEN,
     FileText,
@@ -362,6 +362,15 @@ def test_sizes(text: object, size: int) -> None:
 def test_sizes_that_are_none(text: object) -> None:
     with pytest.raises(ValueError, match=r"write bytes|more than 0"):
         parse_size(text)
+
+
+def test_a_rate_may_be_0() -> None:
+    assert [parse_size_or_0(value) for value in ("0", 0, "1KiB")] == [0, 0, 1024]
+    assert parse_size_or_0(format_size(0)) == 0
+    with pytest.raises(ValueError, match="write bytes"):
+        parse_size_or_0(False)
+    assert Config(storage={"repair_rate": "0"}).storage.repair_rate == 0
+    assert Config().storage.repair_rate == 64 << 20
 
 
 @given(st.one_of(st.integers(1, 2**60), st.integers(1, 2**20).map(lambda n: n * 1024), st.integers(1, 2**20).map(lambda n: n * 10**6)))

@@ -89,6 +89,9 @@ def test_limits_reach_the_arena() -> None:
     assert made.arena.tenant_bytes == {"acme": 64 << 10}
     assert (made.arena.pending_bytes, made.arena.huge_pages, made.write_behind_bytes) == (128 << 10, "off", 32 << 10)
     assert node_config(config(), NODE, "secret").write_behind_bytes == 256 << 10
+    settings = (config(), config(repair_rate="1MiB"), config(repair_rate="0"))
+    rates = [node_config(made, NODE, "secret").repair.bytes_per_s for made in settings]
+    assert rates == [64 << 20, 1 << 20, 0]
 
 
 def test_a_node_finds_its_folder_on_disk_again(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hicache_ray.storage.conformance import Clock, Gate
 from hicache_ray.storage.directory import ALWAYS, Directory, HomeIndex
 from hicache_ray.storage.members import Member, Members, MembersConfig
 from hicache_ray.storage.peers import NodeHandle, ShardConfig
+from hicache_ray.storage.repair import RepairConfig, Repairer
 from hicache_ray.storage.sharded import ShardedStore
 from hicache_ray.storage.wrappers import StoreWrapper
 from hicache_ray.store import Store, StoreStats
@@ -157,6 +158,18 @@ class Cluster:
         opened = ShardedStore(here, self.members.alive, self.connect, config, clock or time.monotonic)
         self.clients.append(opened)
         return opened
+
+    def repairer(self, here: str, config: RepairConfig | None = None, shard: ShardConfig | None = None) -> Repairer:
+        """As the node runs it, for a test to step."""
+        node, announcer = self.nodes[here], self.announcers[here]
+
+        def read(id: bytes, timeout_s: float) -> bytes | None:
+            with node.store.lease([id], timeout_s) as lent:
+                return None if lent.views[0] is None else bytes(lent.views[0])
+
+        client = self.client(here, shard or ShardConfig(replicas=2))
+        told, config = node.index.knows, config or RepairConfig()
+        return Repairer(client, node.store, read, self.members.alive, announcer.announced, told, announcer.caught, config, self.clock)
 
     def connect(self, member: Member) -> NodeHandle:
         node = self.nodes[member.node]

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,11 @@ import pytest
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.keys import Namespace
 from hicache_ray.storage import ArenaClient, NodeAddress, ShardConfig, StorageNode, bits, open_store
+from hicache_ray.storage.announcer import AnnouncerConfig
 from hicache_ray.storage.connection import Deadline
-from hicache_ray.storage.members import Member
+from hicache_ray.storage.fences import IDS
+from hicache_ray.storage.members import Member, MembersConfig
+from hicache_ray.storage.repair import RepairConfig
 from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.store import SPACE_BYTES
 from tests.storage.conftest import FakeClock
@@ -354,6 +358,50 @@ def ours() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"*test-{os.getpid()}*")}
 
 
+def test_lost_copies_come_back_with_nobody_asking_for_it(nothing_left: None) -> None:
+    """On the threads of nodes as they run, in their own time."""
+    options: dict[str, Any] = {
+        "shard": ShardConfig(replicas=2),
+        "members": MembersConfig(settle_s=0.3),
+        "announcer": AnnouncerConfig(step_s=0.02),
+        "repair": RepairConfig(step_s=0.02),
+    }
+    until, pause = time.monotonic() + 60.0, threading.Event()
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        while not what() and time.monotonic() < until:
+            pause.wait(0.01)
+        assert what()
+
+    with StorageNode(node_config(0, **options)) as holder:
+        with StorageNode(node_config(1, **options)) as lost:
+            for node in (holder, lost):
+                node.set_members([holder.address.member, lost.address.member])
+            store = open_store(holder.address.socket)
+            wait_for(lambda: store.view(TIMEOUT_S) is not None and len(store.view(TIMEOUT_S).alive) == 2)  # type: ignore[union-attr]
+            assert put(store, MANY) == (1 << len(MANY)) - 1
+            assert lost.stats()["arena"]["objects"] == len(MANY)
+        with StorageNode(node_config(1, **options)) as back:
+            for node in (holder, back):
+                node.set_members([holder.address.member, back.address.member])
+            wait_for(lambda: back.stats()["arena"]["objects"] == len(MANY))
+            wait_for(lambda: holder.stats()["repair"]["repaired"] == len(MANY))
+            store.close()
+            store = open_store(back.address.socket)
+            assert get(store, MANY) == set(MANY)
+            store.close()
+
+
+def test_so_many_drops_that_they_have_no_names_may_be_of_any_object(nodes: Nodes) -> None:
+    plane = nodes[0].plane
+    plane.home.forget_ids([name(1)], TIMEOUT_S)
+    assert plane._told([name(1), name(2)], 10.0) == 0b01
+    plane.home.forget_ids([name(n) for n in range(10, 10 + IDS)], TIMEOUT_S)
+    assert plane._told([name(1), name(2)], 10.0) == 0b11
+    nodes.clock.advance(11.0)
+    assert plane._told([name(1), name(2)], 10.0) == 0
+
+
 def test_a_failed_start_leaves_nothing(nodes: Nodes) -> None:
     taken = int(nodes[0].address.tcp.rpartition(":")[2])
     files, descriptors = ours(), len(os.listdir("/proc/self/fd"))
@@ -362,7 +410,8 @@ def test_a_failed_start_leaves_nothing(nodes: Nodes) -> None:
             StorageNode(node_config(9, **options)).start()
     assert ours() == files
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert not [thread for thread in threading.enumerate() if "prober" in thread.name or "announcer" in thread.name]
+    background = ("hicache-prober", "hicache-announcer", "hicache-repairer")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(background)]
 
 
 @pytest.mark.parametrize(

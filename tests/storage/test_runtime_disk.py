@@ -16,6 +16,8 @@ from hicache_ray.storage.behind_arena import ArenaBehind
 from hicache_ray.storage.conformance import Gate
 from hicache_ray.storage.disk_log import LOG
 from hicache_ray.storage.local import LocalStore
+from hicache_ray.storage.peers import ShardConfig
+from hicache_ray.storage.repair import RepairConfig
 from tests.storage.conftest import PAGES, FakeClock
 from tests.storage.nodes import Nodes, in_groups, node_config
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, present, put
@@ -32,7 +34,8 @@ def make(clock: FakeClock, tmp_path: Path, nothing_left: None) -> Iterator[Calla
         configs = []
         for i in range(count):
             (folder := tmp_path / f"n{i}").mkdir()
-            configs.append(node_config(i, 16, disk=DiskConfig(str(folder), 256 * PAGE, segment_bytes=64 * PAGE, fsync="never"), **options))
+            disk = DiskConfig(str(folder), 256 * PAGE, segment_bytes=64 * PAGE, fsync="never")
+            configs.append(node_config(i, 16, **{"disk": disk, **options}))
         made.append(Nodes(clock, configs))
         return made[-1]
 
@@ -44,8 +47,7 @@ def make(clock: FakeClock, tmp_path: Path, nothing_left: None) -> Iterator[Calla
 
 def flush(nodes: Nodes) -> None:
     for node in nodes.nodes.values():
-        assert node.behind is not None
-        assert node.behind.flush(TIMEOUT_S)
+        assert node.behind is None or node.behind.flush(TIMEOUT_S)
 
 
 def store_all(nodes: Nodes, store: Any) -> None:
@@ -250,6 +252,61 @@ def age(seconds: float, *files: Path) -> None:
     for file in files:
         then = file.stat().st_mtime - seconds
         os.utime(file, (then, then))
+
+
+def repair(nodes: Nodes) -> dict[str, int]:
+    """Every node that is there makes the copies that are lost; how many."""
+    nodes.announce()
+    nodes.settle()
+    nodes.announce()
+    for node in nodes.nodes.values():
+        repairer = node.plane.repairer
+        for _ in range(60):
+            nodes.clock.advance(repairer.step())
+            flush(nodes)  # a real arena holds more than a batch
+        assert repairer.idle()
+    return {name: node.stats()["repair"]["repaired"] for name, node in nodes.nodes.items()}
+
+
+def test_what_is_lost_with_a_node_is_copied_from_the_disk_past_the_arena(make: Callable[..., Nodes]) -> None:
+    nodes = make(4, shard=ShardConfig(replicas=2), repair=RepairConfig(batch=4))
+    store_all(nodes, nodes.open(1))
+    nodes.announce()
+    arenas = {name: node.stats()["arena"]["puts"] for name, node in nodes.nodes.items()}
+    nodes.lose(1)
+    for node in nodes.nodes.values():
+        node.set_members(nodes.members)
+    repaired = repair(nodes)
+    assert sum(repaired.values()) == len(MANY)
+    flush(nodes)
+    stats = {name: node.stats() for name, node in nodes.nodes.items()}
+    assert sum(stat["disk"]["objects"] for stat in stats.values()) == 2 * len(MANY)
+    assert sum(stat["arena"]["puts"] - arenas[name] for name, stat in stats.items()) == len(MANY)  # the copies, and nothing that was read
+    assert [stat["repair"] for stat in stats.values()] == [
+        {"repaired": n, "repaired_bytes": n * PAGE, "repair_dropped": 0, "failures": 0, "waiting": 0} for n in repaired.values()
+    ]
+    nodes.lose(2)
+    for node in nodes.nodes.values():
+        node.set_members(nodes.members)
+    nodes.announce()
+    nodes.settle()
+    store = nodes.open(0)
+    assert present(store, MANY) == set(MANY)
+    assert {n for n in MANY if get(store, [n])} == set(MANY)
+
+
+def test_what_is_damaged_is_not_copied(make: Callable[..., Nodes]) -> None:
+    """Elsewhere it would have a checksum that it fits."""
+    nodes = make(2, shard=ShardConfig(replicas=2), disk=None)
+    store = nodes.open(0)
+    assert put(store, MANY[:6]) == 0b111111
+    nodes.restart(1)
+    assert nodes[0].node.scan(b"", TIMEOUT_S).shape == (6, 64)
+    assert LocalStore(nodes[0].node).damage(name(MANY[1]))
+    assert repair(nodes) == {"n0": 5, "n1": 0}
+    assert nodes[0].stats()["repair"]["repair_dropped"] == 1
+    assert nodes[1].stats()["arena"]["objects"] == 5
+    assert get(nodes.open(1), MANY[:6]) == {MANY[0], *MANY[2:6]}
 
 
 def test_a_drop_reaches_the_disk(make: Callable[..., Nodes]) -> None:
