@@ -89,6 +89,11 @@ class ArenaIndex(Holdings):
         self.expire()
         return self.table.find(ids) >= 0
 
+    def touch(self, ids: Ids) -> None:
+        """What is visible of them is used."""
+        rows = self.table.find(ids)
+        self.use(rows[(rows >= 0) & (self.table["state"][rows] == SEALED)])
+
     def reserved(self, reservation: int) -> tuple[list[bytes], list[int]]:
         """Ids and lengths of the objects that a reservation placed, in the order of the grants; none where it is not open."""
         hold = self.claims.holds.get(reservation)

@@ -181,9 +181,13 @@ class NodeStore:
         return outcome, ready
 
     def missing(self, ids: npt.NDArray[np.uint8]) -> tuple[list[bytes], int]:
-        """For promotions: which of ``ids`` are neither visible nor reserved, each once; and the fence for :meth:`seal_promoted`."""
+        """For promotions: which of ``ids`` are neither visible nor reserved, each once; and the fence for :meth:`seal_promoted`. The others
+        are not the ones to go for them: they are read next, and count as used."""
         with self._index() as index:
-            return list(dict.fromkeys(unpacked(ids[~index.known(ids)]))), self._fence
+            known = index.known(ids)
+            if not known.all():
+                index.touch(ids[known])
+            return list(dict.fromkeys(unpacked(ids[~known]))), self._fence
 
     def seal_promoted(self, reservation: int, sums: Sequence[int | None], owner: int, fence: int) -> None:
         """:meth:`seal` what came from behind, so that ``behind`` need not know; nothing, if anything was removed since ``fence``."""

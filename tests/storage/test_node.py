@@ -81,6 +81,16 @@ def events(node: NodeStore) -> list[tuple[str, object]]:
     return node.behind.events
 
 
+def test_what_is_read_in_one_batch_does_not_make_room_for_the_rest_of_it(node: NodeStore, local: LocalStore, back: Hook) -> None:
+    """The oldest objects of a full arena are asked for together with some that are only behind it."""
+    put(local, range(PAGES))
+    put(back, range(PAGES, PAGES + 8))
+    oldest = range(PAGES - 8, PAGES)  # of one put the first counts as the youngest
+    asked = [*oldest, *range(PAGES, PAGES + 8)]
+    assert get(local, asked) == set(asked)
+    assert [n for n in range(PAGES) if name(n) not in node.arena.index] == list(range(PAGES - 16, PAGES - 8))
+
+
 def test_what_is_behind_is_found_and_promoted(node: NodeStore, local: LocalStore, back: Hook) -> None:
     put(back, range(4))
     put(local, [4])
