@@ -13,7 +13,7 @@ from hicache_ray.storage import messages, wire
 from hicache_ray.storage.addresses import Place
 from hicache_ray.storage.connection import Connection, Deadline, Spare
 from hicache_ray.storage.copying import Copier
-from hicache_ray.storage.descriptors import EXISTS, GRANTED, VOID, Loan
+from hicache_ray.storage.descriptors import EXISTS, GRANTED, Loan
 from hicache_ray.storage.frames import now
 from hicache_ray.storage.lent import release_body
 from hicache_ray.storage.movers import Piece
@@ -33,14 +33,13 @@ def put_one(connection: Connection, deadline: Deadline, copier: Copier, id: byte
     spare, connection.spare = connection.spare, None  # whatever goes wrong, the service ends it in time
     connection.puts_one += 1
     if spare is not None and spare.size == slot_bytes(source.size) and spare.until - deadline.clock() > SPARE_S:
-        outcome = _write(connection, deadline, copier, spare, id, source)
-        if outcome != VOID:
-            return outcome in (GRANTED, EXISTS)
+        return _write(connection, deadline, copier, spare, id, source)
     return _reserve_and_seal(connection, deadline, copier, id, source)
 
 
-def _write(connection: Connection, deadline: Deadline, copier: Copier, spare: Spare, id: bytes, source: Place) -> int:
-    """The outcome; VOID where the time of the spare is over."""
+def _write(connection: Connection, deadline: Deadline, copier: Copier, spare: Spare, id: bytes, source: Place) -> bool:
+    """False also where the time of the spare was over before the copy: a removal of ``id`` meanwhile is remembered no longer than that, so
+    it is given up, as a reservation that ran out is."""
     memory, clock = connection.mapped, deadline.clock
     at, until = _inside(memory, spare.offset, spare.size), min(deadline.at, spare.until)
     word = memory.generations[spare.offset // BLOCK]  # what is removed from now on changes it
@@ -48,11 +47,11 @@ def _write(connection: Connection, deadline: Deadline, copier: Copier, spare: Sp
         checksum = copier.run_one(Piece(source.address, at, source.size), True, lambda: clock() >= until)
         left = deadline.left()
         if checksum is None:
-            return VOID
+            return False
         asked = clock()
         reply = connection.exchange(_WRITE, messages.WRITE.pack(spare.number, id, source.size, checksum, word), now() + left)
         connection.spare = _spare(reply[1:], asked)
-        return reply[0]
+        return reply[0] in (GRANTED, EXISTS)
     except BaseException:  # as :func:`sealing`
         connection.close()
         raise

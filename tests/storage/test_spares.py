@@ -275,6 +275,7 @@ def test_a_spare_whose_time_is_over_is_left_alone(config: ArenaConfig, connect: 
         assert _spare_bytes(client) == PAGE
         late = iter([5.0])
         with _during_the_copy(client, lambda: clock.advance(next(late, 0.0))):  # it ends in the middle of it
+            assert put(client, [2]) == 0
             assert put(client, [2]) == 1
         clock.advance(3.9)
         for number in (3, 4, 5):

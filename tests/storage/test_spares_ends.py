@@ -1,0 +1,54 @@
+"""Spare slots whose time ends, or whose put ends, at the wrong moment; and services that answer nonsense about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
+from hicache_ray.storage.movers import Piece
+from tests.storage.conftest import FakeClock
+from tests.storage.objects import PAGE, TIMEOUT_S, name, page, present, put
+
+
+@pytest.fixture
+def config(config: ArenaConfig) -> ArenaConfig:
+    """With room for one spare."""
+    return replace(config, size_bytes=128 * PAGE)
+
+
+@contextmanager
+def _within_the_copy(client: ArenaClient, act: Callable[[], object]) -> Iterator[None]:
+    """Something happens once, when a put has begun, before its bytes are copied."""
+    copier, todo = client._copier, [act]
+    run_one = copier.run_one
+
+    def later(piece: Piece, of_source: bool, stop: Callable[[], bool]) -> int | None:
+        if of_source and todo:
+            todo.pop()()
+        return run_one(piece, of_source, stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copier, "run_one", later)
+        yield
+
+
+def test_a_put_that_outlives_its_spare_does_not_outlive_a_removal(config: ArenaConfig, connect: Callable[..., ArenaClient]) -> None:
+    """It was being written when it was removed; nobody remembers that any more when its writer goes on."""
+    clock = FakeClock()
+    with ArenaService(config, clock) as service:
+        client, other = (connect(service.address, clock=clock) for _ in range(2))
+        for number in range(3):
+            put(client, [number])
+
+        def away_for_long() -> None:
+            clock.advance(11.0)
+            other.drop([name(7)], TIMEOUT_S)
+
+        with _within_the_copy(client, away_for_long):
+            assert client.put([name(7)], [page(7)], 60.0) == 0
+        assert present(client, [7]) == set()
+        service.check()
