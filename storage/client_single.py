@@ -30,9 +30,11 @@ RELEASE_S = 0.1  # for a release at the very deadline; if it fails the lease run
 
 def put_one(connection: Connection, deadline: Deadline, copier: Copier, id: bytes, source: Place) -> bool:
     """Copy into the connection's spare slot and say so; without one reserve, copy, seal. Is the object visible then?"""
+    began = deadline.clock()
+    deadline.left_at(began)  # raises before anything is begun
     spare, connection.spare = connection.spare, None  # whatever goes wrong, the service ends it in time
     connection.puts_one += 1
-    if spare is not None and spare.size == slot_bytes(source.size) and spare.until - deadline.clock() > SPARE_S:
+    if spare is not None and spare.size == slot_bytes(source.size) and spare.until - began > SPARE_S:
         return _write(connection, deadline, copier, spare, id, source)
     return _reserve_and_seal(connection, deadline, copier, id, source)
 

@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from hicache_ray.errors import StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
 from hicache_ray.storage.movers import Piece
+from hicache_ray.storage.serving import Handler
+from hicache_ray.storage.wire import Kind, Reader
 from tests.storage.conftest import FakeClock
-from tests.storage.objects import PAGE, TIMEOUT_S, name, page, present, put
+from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, present, put
 
 
 @pytest.fixture
@@ -52,3 +55,23 @@ def test_a_put_that_outlives_its_spare_does_not_outlive_a_removal(config: ArenaC
             assert client.put([name(7)], [page(7)], 60.0) == 0
         assert present(client, [7]) == set()
         service.check()
+
+
+def test_a_put_without_time_asks_nobody_and_keeps_its_spare(
+    service: ArenaService, client: ArenaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        put(client, [number])
+    with pytest.raises(StoreTimeout):
+        client.put([name(3)], [page(3)], 0.0)
+    asked: list[str] = []
+    answer = service.answer
+
+    def noted(kind: int, reader: Reader, handler: Handler) -> bytes:
+        asked.append(Kind(kind).name)
+        return answer(kind, reader, handler)
+
+    monkeypatch.setattr(service, "answer", noted)
+    assert put(client, [3]) == 1
+    assert asked == ["WRITE"]
+    assert get(client, [3]) == {3}
