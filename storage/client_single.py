@@ -13,13 +13,13 @@ from hicache_ray.storage import messages, wire
 from hicache_ray.storage.addresses import Place
 from hicache_ray.storage.connection import Connection, Deadline, Spare
 from hicache_ray.storage.copying import Copier
-from hicache_ray.storage.descriptors import EXISTS, GRANTED, Loan
+from hicache_ray.storage.descriptors import EXISTS, GRANTED, VOID, Loan
 from hicache_ray.storage.frames import now
 from hicache_ray.storage.lent import release_body
 from hicache_ray.storage.movers import Piece
 from hicache_ray.storage.segment import Segment
 from hicache_ray.storage.slabs import BLOCK, slot_bytes
-from hicache_ray.storage.wire import Kind, WireError, only
+from hicache_ray.storage.wire import Kind, Reader, WireError, only
 
 MARGIN_S = 1.0  # asked for beyond the call's deadline, so that the deadline, not the service, ends a slow copy
 SPARE_S = 0.25  # a spare slot that is ours for less is left alone
@@ -52,8 +52,11 @@ def _write(connection: Connection, deadline: Deadline, copier: Copier, spare: Sp
             return False
         asked = clock()
         reply = connection.exchange(_WRITE, messages.WRITE.pack(spare.number, id, source.size, checksum, word), now() + left)
+        outcome = reply[0] if reply else VOID + 1
+        if outcome > VOID:
+            raise WireError("unknown outcome of a write")
         connection.spare = _spare(reply[1:], asked)
-        return reply[0] in (GRANTED, EXISTS)
+        return outcome in (GRANTED, EXISTS)
     except BaseException:  # as :func:`sealing`
         connection.close()
         raise
@@ -79,7 +82,7 @@ def _reserve_and_seal(connection: Connection, deadline: Deadline, copier: Copier
         sealed = connection.exchange(_SEAL, body + wire.number(size, "Q") if more else body, now() + deadline.left_at(asked))
         if more:
             connection.spare = _spare(sealed[1:], asked)
-        return sealed[:1] == _YES
+        return sealed[:1] == _YES or Reader(sealed[:1]).all_bits(1) == 1
     except BaseException:  # as :func:`sealing`
         connection.close()
         raise

@@ -12,7 +12,7 @@ from hicache_ray.errors import StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
 from hicache_ray.storage.movers import Piece
 from hicache_ray.storage.serving import Handler
-from hicache_ray.storage.wire import Kind, Reader
+from hicache_ray.storage.wire import Kind, Reader, WireError
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, present, put
 
@@ -75,3 +75,16 @@ def test_a_put_without_time_asks_nobody_and_keeps_its_spare(
     assert put(client, [3]) == 1
     assert asked == ["WRITE"]
     assert get(client, [3]) == {3}
+
+
+@pytest.mark.parametrize(("kind", "nonsense"), [(Kind.WRITE, b""), (Kind.WRITE, b"\7"), (Kind.WRITE, b"\0spare"), (Kind.SEAL, b"\7")])
+def test_an_answer_that_is_none(
+    service: ArenaService, client: ArenaClient, monkeypatch: pytest.MonkeyPatch, kind: Kind, nonsense: bytes
+) -> None:
+    put(client, [0])
+    for number in range(1, 3 if kind == Kind.WRITE else 1):
+        put(client, [number])
+    answer = service.answer
+    monkeypatch.setattr(service, "answer", lambda asked, *rest: nonsense if asked == kind else answer(asked, *rest))
+    with pytest.raises(WireError):
+        put(client, [3])
