@@ -92,7 +92,7 @@ def _spare(reply: bytes, asked: float) -> Spare | None:
     if not reply:
         return None
     number, seconds, offset, size = only(reply, messages.READY)
-    return Spare(number, asked + seconds, offset, size)
+    return Spare(number, asked + seconds - MARGIN_S, offset, size)  # who is held up within a slice must not write to another's slot
 
 
 def get_one(connection: Connection, deadline: Deadline, copier: Copier, id: bytes, target: Place) -> bool:

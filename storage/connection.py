@@ -58,7 +58,8 @@ class Deadline(NamedTuple):
 
 
 class Spare(NamedTuple):
-    """Memory of the arena that is ours to write to until ``until``, a point on the caller's clock: ``size`` bytes at ``offset``."""
+    """Memory of the arena that is ours to write to until ``until``, a point on the caller's clock, and a margin beyond it for the slice
+    that is being written then: ``size`` bytes at ``offset``."""
 
     number: int
     until: float

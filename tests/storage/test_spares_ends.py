@@ -88,3 +88,18 @@ def test_an_answer_that_is_none(
     monkeypatch.setattr(service, "answer", lambda asked, *rest: nonsense if asked == kind else answer(asked, *rest))
     with pytest.raises(WireError):
         put(client, [3])
+
+
+@pytest.mark.parametrize(("seconds", "stored"), [(8.9, 1), (9.1, 0)])
+def test_a_copy_ends_long_before_its_slot_is_anybodys(
+    config: ArenaConfig, connect: Callable[..., ArenaClient], seconds: float, stored: int
+) -> None:
+    """A writer that is held up within a slice looks at the clock afterwards only."""
+    clock = FakeClock()
+    with ArenaService(config, clock) as service:
+        client = connect(service.address, clock=clock)
+        for number in range(3):
+            put(client, [number])
+        with _within_the_copy(client, lambda: clock.advance(seconds)):
+            assert client.put([name(3)], [page(3)], 60.0) == stored
+        assert service.stats().spare_bytes == PAGE
