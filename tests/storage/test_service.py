@@ -70,6 +70,7 @@ BODIES = {
     Kind.LOOKUP: messages.pack_lookup([key(1)], [TAG]),
     Kind.RESERVE: messages.pack_reserve([name(1)], [PAGE], 1.0),
     Kind.SEAL: messages.pack_seal(1, [1]),
+    Kind.WRITE: messages.WRITE.pack(1, name(1), PAGE, 1, 1),
     Kind.LEASE: wire.ids([name(1)]) + wire.real(1.0),
     Kind.RELEASE: release_body(1, 1, 1),
     Kind.DROP: wire.ids([name(1)]),
