@@ -61,8 +61,8 @@ Removal: TypeAlias = "bytes | frozenset[bytes]"  # a prefix, or ids
 
 
 class Spare(NamedTuple):
-    """A slot of class ``size`` at ``offset`` that connection ``owner`` fills without a reservation. ``tick``: when it was taken.
-    ``removals``: what was removed since then, the last ones: each raised the generation word of the slot by one."""
+    """A slot of class ``size`` at ``offset`` that connection ``owner`` fills without a reservation. ``tick``: when it was lent last.
+    ``removals``: what was removed since it was taken, the last ones: each raised the generation word of the slot by one."""
 
     deadline: float
     owner: int

@@ -58,7 +58,9 @@ class Spares:
             if spare is None:
                 return None
         else:
-            spare = spare._replace(deadline=claims.clock() + self._keep_s)
+            held.tick += 1
+            held.slabs.touch_one(spare.offset, spare.tick, held.tick)  # else its run would seem to be the coldest one day
+            spare = spare._replace(deadline=claims.clock() + self._keep_s, tick=held.tick)
         number = self._by_owner[owner] = claims.open_one(claims.spares, spare)
         return Ready(number, self._keep_s, spare.offset, size)
 

@@ -241,3 +241,15 @@ def test_none_is_forgotten_among_many_that_are_over(clock: FakeClock) -> None:
     index.check()
     clock.advance(10.0)
     assert index.stats().spare_bytes == 0
+
+
+def test_one_that_is_never_written_to_does_not_look_cold(clock: FakeClock) -> None:
+    """Where its run seemed to be older than all objects, every put would compare runs, and none would be lent a slot."""
+    index = _index(clock)
+    _lent(index, OTHER)
+    for number in range(300):
+        _place(index, number)
+        index.spare(BLOCK, OTHER)
+    assert index.stats().evictions == 45
+    assert _lent(index).size == BLOCK
+    assert index.stats().evictions == 46
