@@ -81,9 +81,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.spares.share = 4
         self.twin = Twin()
 
-    @rule(size=st.sampled_from(SIZES), owner=st.integers(0, 1))
-    def lend(self, size: int, owner: int) -> None:
-        """The same again where it fits; else another one, or none."""
+    @rule(size=st.sampled_from((BLOCK, *SIZES)), owner=st.integers(0, 1), begins=st.booleans())
+    def lend(self, size: int, owner: int, begins: bool) -> None:
+        """The same again where it fits; else another one, or none. ``begins``: its writer does at once."""
         before, leased = dict(self.twin.visible), self.twin.leased()
         known = self.twin.spares.pop(owner, None)
         ready = self.index.spare(size, owner)
@@ -97,21 +97,24 @@ class IndexMachine(RuleBasedStateMachine):
             assert (ready.offset, ready.size, evicted) == (known.offset, size, set())
         if ready is not None:
             self.twin.spares[owner] = Spare(ready.id, ready.offset, size, self.clock.now + 10.0)
+            if begins:
+                self._begin(self.twin.spares[owner])
 
-    @rule(owner=st.integers(0, 1))
-    def begin(self, owner: int) -> None:
+    @precondition(lambda self: self.twin.spares)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
         """A writer looks at the generation and begins to copy."""
-        spare = self.twin.spares.get(owner)
-        if spare is not None:
-            spare.began, spare.word = set(), self.index.words[spare.offset // BLOCK]
+        self._begin(self.twin.spares[data.draw(st.sampled_from(sorted(self.twin.spares)))])
 
-    @rule(owner=st.integers(0, 1), number=st.integers(0, 30), removed=st.booleans())
-    def write(self, owner: int, number: int, removed: bool) -> None:
-        spare = self.twin.spares.get(owner)
-        if spare is None or spare.began is None:
-            return
+    @precondition(lambda self: any(spare.began is not None for spare in self.twin.spares.values()))
+    @rule(data=st.data(), number=st.integers(0, 30), removed=st.booleans())
+    def write(self, data: st.DataObject, number: int, removed: bool) -> None:
+        owner = data.draw(st.sampled_from(sorted(owner for owner, spare in self.twin.spares.items() if spare.began is not None)))
+        spare = self.twin.spares[owner]
+        assert spare.began is not None
         number = max(spare.began) if removed and spare.began else number
         assert self.index.write_one(spare.number, name(number), spare.size, 7, spare.word, 1 - owner) == VOID
+        assert self.index.write_one(spare.number, name(number), spare.size + BLOCK, 7, spare.word, owner) == VOID
         outcome = self.index.write_one(spare.number, name(number), spare.size, 7, spare.word, owner)
         if number in spare.began:
             assert outcome == Outcome.REFUSED
@@ -215,6 +218,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.stats().spare_bytes == sum(size for _, size in self.twin.lent())
         assert sum(slot_bytes(length) for _, length in places) <= SLABS * BLOCK
         assert self.index.stats().leases == len(self.twin.readers)
+
+    def _begin(self, spare: Spare) -> None:
+        spare.began, spare.word = set(), self.index.words[spare.offset // BLOCK]
 
     def _remove(self, number: int, offset: int) -> None:
         if number in self.twin.visible and self.twin.visible[number].offset == offset:
