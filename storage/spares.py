@@ -81,10 +81,10 @@ class Spares:
                 return PENDING
             use_one(held, row)
             return EXISTS
+        row = start_one(held, id, value, length, spare.offset, spare.size)  # first: the table may find no memory to grow
         del self._claims.spares[number], self._by_owner[owner]
         self.bytes -= spare.size
         held.slabs.touch_one(spare.offset, spare.tick, held.tick)
-        row = start_one(held, id, value, length, spare.offset, spare.size)
         show_one(held, row, checksum)
         use_one(held, row)
         return GRANTED

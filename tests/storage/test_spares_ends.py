@@ -253,3 +253,20 @@ def test_one_that_is_never_written_to_does_not_look_cold(clock: FakeClock) -> No
     assert index.stats().evictions == 45
     assert _lent(index).size == BLOCK
     assert index.stats().evictions == 46
+
+
+def test_a_write_for_which_there_is_no_memory_changes_nothing(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = _index(clock)
+    spare = _lent(index)
+    word = index.words[spare.offset // BLOCK]
+
+    def scarce(id: bytes, value: int) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index.table, "add_one", scarce)
+        with pytest.raises(MemoryError):
+            index.write_one(spare.id, name(1), BLOCK, SUM, word, ME)
+    index.check()
+    assert index.stats().spare_bytes == BLOCK
+    assert _write(index, spare, 1, word) == GRANTED
