@@ -70,7 +70,7 @@ class Holdings:
         self.table = IdTable(columns=COLUMNS)
         self.tenants = Tenants(caps)
         self.counters = Counters()
-        self.used_bytes = 0  # lengths of everything that occupies a slot
+        self.used_bytes = 0  # lengths of everything that occupies a slot, but for spare ones
         self.objects = 0  # visible ones
         self.tick = 0
         self.lost: list[npt.NDArray[np.uint8]] | None = None  # ids that went before anybody asked for it; set it to know

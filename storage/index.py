@@ -1,6 +1,7 @@
 """What the arena holds: objects, order of use, reservations, leases. No I/O, no threads, no clock of its own.
 
-Life of an object: ``reserve`` (invisible) -> ``seal`` (visible) -> evicted, dropped or cleared. Bytes in use by a lease or by a writer are
+Life of an object: ``reserve`` (invisible) -> ``seal`` (visible) -> evicted, dropped or cleared; one that is written to a spare slot
+(:mod:`~hicache_ray.storage.spares`) begins visible. Bytes in use by a lease or by a writer are
 never given to another object: such an object becomes DEAD and its slot is free when the last user ends or runs out of time.
 Eviction is LRU within a size class; a class also takes the runs whose objects are older, on average, than its own oldest object. Within
 one call the first id counts as the most recently used: callers pass pages from the root down, and what stays must be root-reachable.
@@ -43,7 +44,8 @@ class Limits:
 
 class ArenaIndex(Holdings):
     """``generations``: one 64-bit word per BLOCK bytes of data (in shared memory when in use); it grows when a slot that starts in the
-    block is given out, and when the slab around it is cut anew; it never comes round.
+    block is given out, when something is removed while that slot is a spare one, and when the slab around it is cut anew; it never comes
+    round.
 
     ``first_id``: lease and reservation ids count from here; incarnations start apart, so that an old id names nothing.
     Not thread-safe: its owner locks.
@@ -188,7 +190,8 @@ class ArenaIndex(Holdings):
         return self.spares.write(self, spare, id, length, checksum, word, owner)
 
     def disconnect(self, owner: int) -> None:
-        """The connection is closed: nobody will seal its reservations. Leases stay until their deadline: a reader may still copy."""
+        """The connection is closed: nobody will seal its reservations, or write to its spare slot. Leases stay until their deadline: a
+        reader may still copy."""
         for hold in self.claims.of(owner):
             self._close(hold)
 

@@ -108,7 +108,7 @@ class NodeStore:
         return next(self._owners)
 
     def disconnect(self, owner: int) -> None:
-        """Its open reservations are void. Its leases run out."""
+        """Its open reservations and its spare slot are void. Its leases run out."""
         with self._lock:
             if not self._closed:
                 self.arena.index.disconnect(owner)

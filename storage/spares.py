@@ -2,7 +2,7 @@
 
 A put reserves, copies and seals. For one page each of the two exchanges takes about as long as the copy; who has a spare slot copies first
 and says what it was in the only exchange. Until then the bytes are nobody's object: they are not found, not leased and not counted as used.
-A spare ends at its deadline, with its connection, or when the next one of another size is lent.
+A spare ends at its deadline, with its connection, or when one of another size is asked for.
 
 What is removed must not come back by who was writing it at the time. A reservation of it would be revoked; of a spare nobody knows yet what
 it will be. So every removal raises the generation word of all spares and is remembered with each; the writer reads the word before it
