@@ -27,7 +27,7 @@ from hicache_ray.storage.kernel_xxh3 import (
     start,
 )
 
-__all__ = ["SHORT", "move"]
+__all__ = ["SHORT", "fence", "move"]
 _VOID = types.void
 _INT = types.int64
 _intrinsic: Any = intrinsic
@@ -44,7 +44,7 @@ def _memcpy(typingctx: Any, to: Any, of: Any, size: Any) -> Any:
 
 
 @_intrinsic
-def _fence(typingctx: Any) -> Any:
+def fence(typingctx: Any) -> Any:
     """What was streamed is visible before what comes next."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -93,7 +93,7 @@ def _move(of: Any, to: Any, sizes: Any, checksums: Any, sums: int, at: Any, end:
             piece += 1
             done = 0
     at[0], at[1] = piece, done
-    _fence()
+    fence()
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The inner loops of the tcp plane, compiled with numba: a slice is received and hashed while it is in the cache, or hashed and sent.
+"""The inner loops of the tcp plane, compiled with numba: a slice is received, hashed and put in its place, or hashed and sent.
 
 They call the C library's ``recv`` and ``send`` themselves and hold no GIL: a megabyte costs four system calls and nothing else. Whoever
 calls them has set the socket's own timeouts; they come back after ``_LIMIT_NS``, so that those are set anew. As of
@@ -17,17 +17,31 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hicache_ray.storage.kernel import NUMBERS, WORDS, compiled
-from hicache_ray.storage.kernel_xxh3 import BLOCK, SHORT, STRIPE, add_stripes, digest, last, scramble, start
+from hicache_ray.storage.kernel import NUMBERS, WORDS, compiled, fence
+from hicache_ray.storage.kernel_xxh3 import (
+    BLOCK,
+    SHORT,
+    STRIPE,
+    add_stripes,
+    digest,
+    last,
+    move_stripes,
+    move_stripes_stream,
+    move_stripes_stream_16,
+    scramble,
+    start,
+)
 
 if sys.platform != "linux":
     raise ImportError("the loops know the C library of Linux only")
-__all__ = ["END", "SHORT", "receive", "send"]
-#: What a loop returns: 0, END where the peer has hung up, or the negative number of the system's error.
-END = 1
-#: Bytes of one system call. What is sent is hashed before: twice that fits into a core's own cache. Who receives less at once is woken more
-#: often, which costs more than what is left of it in the cache saves: a third of the time of a read, with four times as many calls.
-SLICE, RECEIVED = 256 << 10, 1 << 20
+__all__ = ["END", "RECEIVED", "ROOM", "SHORT", "SHORT_READ", "receive", "send"]
+#: What a loop returns: 0; END where the peer has hung up; SHORT_READ where less came than was waited for, because the socket's timeout
+#: ended the wait; or the negative number of the system's error.
+END, SHORT_READ = 1, 2
+#: Bytes of one system call. What is sent is hashed before: twice that fits into a core's own cache. So does what is received.
+SLICE = RECEIVED = 256 << 10
+#: Bytes of the memory that is received into: a slice, and with it what would be too short for a slice of its own.
+ROOM = RECEIVED + STRIPE
 _LIMIT_NS = 2_000_000
 _WAIT_ALL, _NO_SIGNAL = int(socket.MSG_WAITALL), int(socket.MSG_NOSIGNAL)
 _MONOTONIC = int(time.CLOCK_MONOTONIC)
@@ -73,39 +87,65 @@ def _now(typingctx: Any) -> Any:
     return _INT(), codegen
 
 
-def _receive(descriptor: int, to: Any, sizes: Any, checksums: Any, sums: int, at: Any, scratch: int) -> int:
-    """Fill on from ``at`` = [piece, byte of it], for a while; ``at`` says how far it came.
+def _receive(descriptor: int, to: Any, sizes: Any, checksums: Any, sums: int, at: Any, scratch: int, room: int) -> int:
+    """Fill on from ``at`` = [piece, bytes of it in place, bytes in ``room``, bytes to come of all, most of these at which to come back],
+    for a while; ``at`` says how far it came.
 
     ``to, sizes``: int64 per piece, addresses and bytes, more than ``SHORT``. ``checksums``: uint64 per piece, written as one is complete.
-    ``sums``, ``scratch``: addresses of 64 bytes each; the former are kept between the calls.
+    ``sums``, ``scratch``: addresses of 64 bytes each; the former are kept between the calls, as are the ``ROOM`` bytes at ``room``.
+
+    The system copies a slice to where it copied the last one, which is still in the cache, and it goes from there past the caches to its
+    place: that is cheaper than the system's own copy to memory that no cache holds, although it is one copy more, and hashes on the way.
     """
-    piece, done, result, began = at[0], at[1], 0, _now()
-    while piece < len(sizes) and _now() - began < _LIMIT_NS:
+    piece, done, held, left, floor, result, began = at[0], at[1], at[2], at[3], at[4], 0, _now()
+    while piece < len(sizes) and left > floor and result == 0 and _now() - began < _LIMIT_NS:
         target, size = to[piece], sizes[piece]
-        whole = (size - 1) // BLOCK * BLOCK
-        if done == 0:
+        if done == 0 and held == 0:
             start(sums)
-        got = _recv(descriptor, target + done, min(RECEIVED, size - done), _WAIT_ALL)
+        aside = target & 15 == 0
+        source = room if aside else target + done
+        part = size - done if size - done <= ROOM else RECEIVED
+        got = _recv(descriptor, source + held, part - held, _WAIT_ALL)
         if got <= 0:
             result = got if got < 0 else END
             break
-        hashed = min(done // BLOCK * BLOCK, whole)
-        done += got
-        for k in range(hashed, min(done // BLOCK * BLOCK, whole), BLOCK):
-            add_stripes(0, target + k, sums, BLOCK // STRIPE)
-            scramble(sums)
-        if done == size:
-            add_stripes(0, target + whole, sums, (size - 1 - whole) // STRIPE)
-            last(scratch, target + size - STRIPE, sums)
+        held += got
+        left -= got
+        if held < part:
+            result = SHORT_READ
+            break
+        stop = part if done + part < size else (part - 1) // BLOCK * BLOCK
+        if not aside:
+            for k in range(0, stop, BLOCK):
+                add_stripes(0, source + k, sums, BLOCK // STRIPE)
+                scramble(sums)
+        elif target & (STRIPE - 1) == 0:
+            for k in range(0, stop, BLOCK):
+                move_stripes_stream(target + done + k, source + k, sums, BLOCK // STRIPE)
+                scramble(sums)
+        else:
+            for k in range(0, stop, BLOCK):
+                move_stripes_stream_16(target + done + k, source + k, sums, BLOCK // STRIPE)
+                scramble(sums)
+        if done + part == size:
+            if aside:
+                move_stripes(target + done + stop, source + stop, sums, (part - 1 - stop) // STRIPE)
+            else:
+                add_stripes(0, source + stop, sums, (part - 1 - stop) // STRIPE)
+            last(target + size - STRIPE if aside else scratch, source + part - STRIPE, sums)
             checksums[piece] = digest(sums, size)
+        done += part
+        held = 0
+        if done == size:
             piece += 1
             done = 0
-    at[0], at[1] = piece, done
+    at[0], at[1], at[2], at[3] = piece, done, held, left
+    fence()
     return result
 
 
 def _send_pieces(descriptor: int, of: Any, sizes: Any, checksums: Any, sums: int, at: Any, scratch: int) -> int:
-    """Send on from ``at`` = [piece, byte of it, bytes of it that are hashed]; else as :func:`_receive`."""
+    """Send on from ``at`` = [piece, byte of it, bytes of it that are hashed]; else as :func:`_receive`, from where the pieces are."""
     piece, done, hashed, result, began = at[0], at[1], at[2], 0, _now()
     while piece < len(sizes) and _now() - began < _LIMIT_NS:
         source, size = of[piece], sizes[piece]
@@ -133,6 +173,6 @@ def _send_pieces(descriptor: int, of: Any, sizes: Any, checksums: Any, sums: int
     return result
 
 
-_SIGNATURE = _INT(_INT, NUMBERS, NUMBERS, WORDS, _INT, NUMBERS, _INT)
-receive = compiled(_receive, _SIGNATURE)
-send = compiled(_send_pieces, _SIGNATURE)
+_COMMON = (_INT, NUMBERS, NUMBERS, WORDS, _INT, NUMBERS, _INT)
+receive = compiled(_receive, _INT(*_COMMON, _INT))
+send = compiled(_send_pieces, _INT(*_COMMON))

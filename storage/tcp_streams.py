@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import mmap
 import os
 import socket
 import struct
@@ -24,6 +25,7 @@ from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.copying import checksum
 from hicache_ray.storage.segment import Array
 from hicache_ray.storage.tcp_frames import decode_header, encode
+from hicache_ray.storage.tcp_mark import LowWater
 from hicache_ray.storage.wire import HEADER, Frame
 
 CHUNK = 256 << 10  # bytes of one system call; they are hashed while they are in the cache
@@ -47,6 +49,8 @@ class Stream:
         if buffer_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self._low = LowWater(sock)
+        self._room = np.empty(0, np.uint8)
 
     # -- frames ------------------------------------------------------------------------------------------------------------------
 
@@ -74,14 +78,30 @@ class Stream:
 
     def receive(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
         """Fill all buffers. Raises StoreError; nobody writes to them then either."""
+        self._receive(buffers, 0, deadline)
+
+    def _receive(self, buffers: Sequence[memoryview], left: int, deadline: Deadline) -> None:
+        """``left``: these bytes, and those that are sure to follow them."""
         buffers = [buffer for buffer in buffers if buffer.nbytes]
         while buffers:
+            want = sum(buffer.nbytes for buffer in buffers)
             with self._translated():
-                self._set_timeout(socket.SO_RCVTIMEO, deadline.left())
-                count, _, _, _ = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)
-            if not count:
-                raise StoreClosed(f"{self.peer} hung up")
-            buffers = _rest(buffers, count)
+                self._low.floor(left, want)
+                seconds = deadline.left()
+                patience = self._low.patience(seconds)
+                self._set_timeout(socket.SO_RCVTIMEO, patience)
+                try:
+                    count, _, _, _ = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)
+                except BlockingIOError:
+                    if patience == seconds:
+                        raise
+                    self._low.lower()
+                    continue
+                if not count:
+                    raise StoreClosed(f"{self.peer} hung up")
+                if count < want:
+                    self._low.lower()
+            buffers, left = _rest(buffers, count), left - count
 
     def send(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
         """Send all buffers. Raises StoreError."""
@@ -98,13 +118,18 @@ class Stream:
 
         ``loops``: :mod:`~hicache_ray.storage.kernel_tcp`, where that is loaded. Raises StoreError.
         """
+        left = sum(target.nbytes for target in targets)
         if loops is not None and sums is not None and _large(targets):
-            return self._loop(loops, loops.receive, socket.SO_RCVTIMEO, _Columns(targets, sums), deadline)
+            with self._raised(left, loops.ROOM):
+                return self._loop(loops, loops.receive, socket.SO_RCVTIMEO, _Columns(targets, sums, self._room_at(loops.ROOM)), deadline)
         hashing = None if sums is None else _Hashing(sums)
-        for batch in _batches(targets, _UNHASHED if sums is None else CHUNK):
-            self.receive([part.data for _, part, _ in batch], deadline)
-            if hashing is not None:
-                hashing.add(batch)
+        chunk = _UNHASHED if sums is None else CHUNK
+        with self._raised(left, chunk):
+            for batch in _batches(targets, chunk):
+                self._receive([part.data for _, part, _ in batch], left, deadline)
+                left -= sum(part.nbytes for _, part, _ in batch)
+                if hashing is not None:
+                    hashing.add(batch)
 
     def send_objects(
         self, sources: Sequence[Array], sums: MutableSequence[int | None] | None, deadline: Deadline, loops: Any = None
@@ -124,11 +149,16 @@ class Stream:
         try:
             while columns.left:
                 with self._translated():
-                    self._set_timeout(option, deadline.left())
+                    columns.come_back_at(self._low.floor(columns.bytes_left, loops.ROOM))
+                    seconds = deadline.left()
+                    patience = self._low.patience(seconds)
+                    self._set_timeout(option, patience)
                     result = step(descriptor, *columns.arguments)
                     if result == loops.END:
                         raise StoreClosed(f"{self.peer} hung up")
-                    if result not in (0, -errno.EINTR):
+                    if result == loops.SHORT_READ or (result == -errno.EAGAIN and patience < seconds):
+                        self._low.lower()
+                    elif result not in (0, -errno.EINTR):
                         raise OSError(-result, os.strerror(-result))
         finally:
             columns.tell()
@@ -153,10 +183,22 @@ class Stream:
     def close(self) -> None:
         self._sock.close()
 
+    def _room_at(self, size: int) -> int:
+        """Address of ``size`` bytes of our own, at the begin of a page; it stays so that it is in the cache."""
+        if not self._room.nbytes:
+            self._room = np.empty(size + mmap.PAGESIZE, np.uint8)
+        address: int = self._room.ctypes.data
+        return address + -address % mmap.PAGESIZE
+
     def _set_timeout(self, option: int, seconds: float) -> None:
         """0 waits for ever."""
         micros = math.ceil(seconds * 1e6)
         self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", micros // 1_000_000, micros % 1_000_000))
+
+    @contextmanager
+    def _raised(self, total: int, want: int) -> Iterator[None]:
+        with self._translated(), self._low.raised(total, want):
+            yield
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -176,16 +218,25 @@ def _large(objects: Sequence[Array]) -> bool:
 class _Columns:
     """What a compiled loop works on. ``sums`` are set by :meth:`tell`."""
 
-    def __init__(self, objects: Sequence[Array], sums: MutableSequence[int | None]) -> None:
-        self._sums, self._at = sums, np.zeros(3, np.int64)
+    def __init__(self, objects: Sequence[Array], sums: MutableSequence[int | None], *more: int) -> None:
+        self._sums, self._at = sums, np.zeros(5, np.int64)
         self._found, self._state = np.zeros(len(objects), np.uint64), np.zeros(16, np.uint64)  # 64 bytes of sums, 64 of scratch
         addresses = np.array([data.__array_interface__["data"][0] for data in objects], np.int64)
         sizes, state = np.array([data.nbytes for data in objects], np.int64), self._state.ctypes.data
-        self.arguments = (addresses, sizes, self._found, state, self._at, state + 64)
+        self._at[3] = sizes.sum()
+        self.arguments = (addresses, sizes, self._found, state, self._at, state + 64, *more)
 
     @property
     def left(self) -> bool:
         return self._at.item(0) < len(self._found)
+
+    @property
+    def bytes_left(self) -> int:
+        return self._at.item(3)
+
+    def come_back_at(self, floor: int) -> None:
+        """The loop ends when no more bytes than this are left."""
+        self._at[4] = floor
 
     def tell(self) -> None:
         done = self._at.item(0)

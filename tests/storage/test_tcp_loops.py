@@ -25,7 +25,18 @@ from tests.storage.proxies import Harm, proxied
 
 BIG = 1 << 20
 PATIENCE_S = 120.0  # for a compiler on a busy machine
-SIZES = [32 << 10, (32 << 10) + 1, 100_000, 262_144, 262_145, BIG, BIG + 1023, BIG + 1024]
+SLICE, STRIPE = 256 << 10, 64  # of the compiled loops
+SIZES = [
+    32 << 10,
+    (32 << 10) + 1,
+    100_000,
+    *(SLICE + n for n in (-1, 0, 1, 63, 64, 65)),
+    BIG,
+    BIG + 1,
+    BIG + STRIPE,
+    BIG + 1023,
+    BIG + 1024,
+]
 
 
 @pytest.fixture(scope="module", params=KERNELS)
@@ -63,6 +74,23 @@ def test_bytes_and_sums(streams: tuple[Stream, Stream], loops: Any, clock: FakeC
     sender.join(TIMEOUT_S)
     assert sent == found == [checksum(source) for source in sources]
     assert all((source == target).all() for source, target in zip(sources, targets, strict=True))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 16, 64])
+def test_targets_that_begin_anywhere(streams: tuple[Stream, Stream], loops: Any, clock: FakeClock, offset: int) -> None:
+    """Nothing is written beside them."""
+    sources, found = [page(n, size) for n, size in enumerate(SIZES)], [None] * len(SIZES)
+    memory = [np.full(size + 256, 7, np.uint8) for size in SIZES]
+    begins = [-one.ctypes.data % 64 + offset for one in memory]
+    targets = [one[begin : begin + size] for one, begin, size in zip(memory, begins, SIZES, strict=True)]
+    sender = threading.Thread(target=lambda: streams[0].send_objects(sources, None, soon(clock)))
+    sender.start()
+    streams[1].receive_objects(targets, found, soon(clock), loops)
+    sender.join(TIMEOUT_S)
+    assert found == [checksum(source) for source in sources]
+    assert all((source == target).all() for source, target in zip(sources, targets, strict=True))
+    rest = [np.concatenate((one[:begin], one[begin + size :])) for one, begin, size in zip(memory, begins, SIZES, strict=True)]
+    assert all((one == 7).all() for one in rest)
 
 
 def test_who_hangs_up_leaves_what_was_whole(streams: tuple[Stream, Stream], loops: Any, clock: FakeClock) -> None:
