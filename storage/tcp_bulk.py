@@ -69,7 +69,8 @@ class Lending:
 
     def __init__(self, ids: Sequence[bytes], lent: Lent) -> None:
         self.ids, self._lent = ids, lent
-        self.views: list[Array | None] = [None if view is None else as_array(view) for view in lent.views]
+        arrays: Sequence[Array | None] | None = getattr(lent, "arrays", None)  # of a store that has them, they need not be made
+        self.views = list(arrays) if arrays is not None else [None if view is None else as_array(view) for view in lent.views]
         known: Sequence[int | None] | None = getattr(lent, "checksums", None)
         # A store that keeps no checksums is taken at its word: then they protect the way, not the storage.
         self.checksums = list(known) if known is not None else [None if view is None else checksum(view) for view in self.views]
