@@ -38,8 +38,9 @@ __all__ = ["END", "RECEIVED", "ROOM", "SHORT", "SHORT_READ", "receive", "send"]
 #: What a loop returns: 0; END where the peer has hung up; SHORT_READ where less came than was waited for, because the socket's timeout
 #: ended the wait; or the negative number of the system's error.
 END, SHORT_READ = 1, 2
-#: Bytes of one system call. What is sent is hashed before: twice that fits into a core's own cache. So does what is received.
-SLICE = RECEIVED = 256 << 10
+#: Bytes of one system call. What is sent is hashed before, and what is received is hashed after: twice that fits into a core's own cache.
+#: Who receives less at once tells the sender more often that there is room again, and wakes it each time.
+SLICE, RECEIVED = 256 << 10, 512 << 10
 #: Bytes of the memory that is received into: a slice, and with it what would be too short for a slice of its own.
 ROOM = RECEIVED + STRIPE
 _LIMIT_NS = 2_000_000

@@ -25,18 +25,9 @@ from tests.storage.proxies import Harm, proxied
 
 BIG = 1 << 20
 PATIENCE_S = 120.0  # for a compiler on a busy machine
-SLICE, STRIPE = 256 << 10, 64  # of the compiled loops
-SIZES = [
-    32 << 10,
-    (32 << 10) + 1,
-    100_000,
-    *(SLICE + n for n in (-1, 0, 1, 63, 64, 65)),
-    BIG,
-    BIG + 1,
-    BIG + STRIPE,
-    BIG + 1023,
-    BIG + 1024,
-]
+SLICES, STRIPE = (256 << 10, 512 << 10), 64  # of the compiled loops
+EDGES = [size + n for size in SLICES for n in (-1, 0, 1, 63, 64, 65)]
+SIZES = [32 << 10, (32 << 10) + 1, 100_000, *EDGES, BIG, BIG + 1, BIG + STRIPE, BIG + STRIPE + 1, BIG + 1023, BIG + 1024]
 
 
 @pytest.fixture(scope="module", params=KERNELS)

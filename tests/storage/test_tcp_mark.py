@@ -209,7 +209,7 @@ def test_a_sender_that_hangs_up_ends_it(ends: Ends, receive: Receive) -> None:
     assert ends.mark == 1
 
 
-@pytest.mark.parametrize("first", [5 * BIG + 1000, 5 * BIG + 262_144])
+@pytest.mark.parametrize("first", [5 * BIG + 1000, 5 * BIG + 524_288])
 def test_after_a_pause_the_rest_is_received_without_the_mark(ends: Ends, receive: Receive, first: int) -> None:
     """The rest comes only when the mark is down, the first bytes of it one by one."""
     source, targets = page(1, sum(PIECES)), empty(PIECES)
