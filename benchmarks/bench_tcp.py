@@ -181,6 +181,7 @@ def _server() -> Iterator[list[int]]:
 
 def _serve(folder: str) -> None:
     node = NodeStore(Arena(ArenaConfig(f"bench-{os.getpid()}", ARENA_BYTES, socket_dir=folder, prefault="start")))
+    node.warm_up(TIMEOUT_S)
     store = LocalStore(node)
     with (
         TcpServer(store, TcpConfig(TOKEN)) as server,

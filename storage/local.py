@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hicache_ray.errors import StoreClosed, StoreTimeout
@@ -37,6 +38,10 @@ class LocalStore:
     def lookup(self, keys: Sequence[bytes], tags: Sequence[bytes], timeout_s: float) -> Mapping[bytes, Answer]:
         require_keys(keys, tags)
         return dict(zip(tags, self._open.lookup(keys, tags, timeout_s), strict=True))
+
+    def lookup_packed(self, keys: npt.NDArray[np.uint8], tags: Sequence[bytes], timeout_s: float) -> list[Answer]:
+        """:meth:`lookup` of (n, KEY_BYTES) keys; one answer per tag."""
+        return self._open.lookup(keys, tags, timeout_s)
 
     def put(self, ids: Sequence[bytes], sources: Sequence[Bytes], timeout_s: float) -> int:
         require_ids(ids)

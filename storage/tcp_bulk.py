@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ray.errors import StoreTimeout
 from hicache_ray.storage import bits
@@ -15,7 +16,7 @@ from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.copying import as_array, checksum
 from hicache_ray.storage.segment import Array
 from hicache_ray.storage.wire import WireError
-from hicache_ray.store import Bytes, Lent, Store
+from hicache_ray.store import Answer, Bytes, Lent, Store
 
 
 class Receiving(Protocol):
@@ -40,6 +41,15 @@ class Reserving(Protocol):
     """A store that lets objects be received straight into its memory."""
 
     def reserve(self, ids: Sequence[bytes], lengths: Sequence[int], timeout_s: float) -> Receiving: ...
+
+
+@runtime_checkable
+class Asked(Protocol):
+    """A store that is asked for keys as they came, without an object for each."""
+
+    def lookup_packed(self, keys: npt.NDArray[np.uint8], tags: Sequence[bytes], timeout_s: float) -> list[Answer]:
+        """As ``lookup`` of (n, KEY_BYTES) keys; one answer per tag."""
+        ...
 
 
 class Budget:

@@ -56,8 +56,8 @@ class TcpStore(TcpDirectory):
         with self._links.borrow(timeout_s) as borrowed:
             for at, some in parts(keys, MAX_IDS):
                 for _, asked in parts(tags, max(wire.MAX_ASKED // len(some), 1)):
-                    reply = borrowed.first.call(TcpKind.LOOKUP, tcp_frames.pack_question(some, asked), borrowed.deadline)
-                    for tag, more in tcp_frames.unpack_answers(reply, asked, len(some)).items():
+                    reply = borrowed.first.call(TcpKind.LOOKUP, messages.pack_lookup(some, asked), borrowed.deadline)
+                    for tag, more in messages.unpack_answers(reply, asked, len(some)).items():
                         found[tag] = messages.joined(found[tag], more, at)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hicache_ray.storage import tcp_frames, wire
+from hicache_ray.storage import messages, tcp_frames, wire
 from hicache_ray.storage.directory import ALWAYS
 from hicache_ray.storage.ids import ID_BYTES, require_ids, require_keys
 from hicache_ray.storage.tcp_frames import TcpKind, parts
@@ -43,7 +43,7 @@ class TcpDirectory:
         with self._links.borrow(timeout_s) as borrowed:
             for at, some in parts(keys, MAX_IDS):
                 for _, asked in parts(tags, max(wire.MAX_ASKED // len(some), 1)):
-                    reply = borrowed.first.call(TcpKind.WHERE, tcp_frames.pack_question(some, asked), borrowed.deadline)
+                    reply = borrowed.first.call(TcpKind.WHERE, messages.pack_lookup(some, asked), borrowed.deadline)
                     for tag, held in tcp_frames.unpack_where(reply, asked, len(some)).items():
                         for holder, more in held.items():
                             found[tag][holder] = found[tag].get(holder, 0) | more << at

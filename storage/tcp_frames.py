@@ -37,7 +37,7 @@ from hicache_ray.storage import bits, wire
 from hicache_ray.storage.connection import Refused
 from hicache_ray.storage.messages import seconds, text
 from hicache_ray.storage.wire import HEADER, MAX_BODY, Reader, WireError
-from hicache_ray.store import KEY_BYTES, TAG_BYTES, Answer
+from hicache_ray.store import KEY_BYTES, TAG_BYTES
 
 MAGIC, VERSION = b"hT", 1
 MAX_GREETING = 128  # bytes of a body before both ends have proved themselves
@@ -158,26 +158,12 @@ def unpack_lengths(reader: Reader) -> tuple[list[bytes], list[int]]:
     return ids, lengths
 
 
-def pack_question(keys: Sequence[bytes], tags: Sequence[bytes]) -> bytes:
-    return b"".join((wire.number(len(keys)), wire.number(len(tags)), *keys, *tags))
-
-
 def unpack_question(reader: Reader) -> tuple[list[bytes], list[bytes]]:
     """(keys, tags). Their product bounds how long the server works on one frame."""
     keys, tags = reader.count(), reader.count(wire.MAX_ASKED)
     if keys * tags > wire.MAX_ASKED:
         raise WireError(f"a lookup of {keys} keys under {tags} tags is over the limit of {wire.MAX_ASKED}")
     found = reader.blobs(KEY_BYTES, keys), reader.blobs(TAG_BYTES, tags)
-    reader.end()
-    return found
-
-
-def pack_answers(answers: Sequence[Answer], count: int) -> bytes:
-    return b"".join(wire.bitset(part, count) for answer in answers for part in (answer.hit, answer.pending, answer.retry))
-
-
-def unpack_answers(reader: Reader, tags: Sequence[bytes], count: int) -> dict[bytes, Answer]:
-    found = {tag: Answer(reader.bits(count), reader.bits(count), reader.bits(count)) for tag in tags}
     reader.end()
     return found
 

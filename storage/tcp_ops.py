@@ -11,8 +11,8 @@ from hicache_ray.errors import StoreError
 from hicache_ray.storage import messages, tcp_frames, wire
 from hicache_ray.storage.connection import Deadline
 from hicache_ray.storage.directory import Directory
-from hicache_ray.storage.ids import require_ids
-from hicache_ray.storage.tcp_bulk import Budget, Fence
+from hicache_ray.storage.ids import require_ids, unpacked
+from hicache_ray.storage.tcp_bulk import Asked, Budget, Fence
 from hicache_ray.storage.tcp_frames import TcpKind
 from hicache_ray.storage.wire import MAX_IDS, MAX_RECORDS, Reader, WireError
 from hicache_ray.store import Store
@@ -51,9 +51,12 @@ class Operations:
         return operation(reader, deadline)
 
     def _lookup(self, reader: Reader, deadline: Deadline) -> bytes:
-        keys, tags = tcp_frames.unpack_question(reader)
-        found = self._store.lookup(keys, tags, deadline.left())
-        return tcp_frames.pack_answers([found[tag] for tag in tags], len(keys))
+        keys, tags = messages.unpack_lookup(reader)
+        reader.end()
+        if isinstance(self._store, Asked):
+            return messages.pack_answers(self._store.lookup_packed(keys, tags, deadline.left()), len(keys))
+        found = self._store.lookup(unpacked(keys), tags, deadline.left())
+        return messages.pack_answers([found[tag] for tag in tags], len(keys))
 
     def _drop(self, reader: Reader, deadline: Deadline) -> bytes:
         ids = reader.ids()
