@@ -69,7 +69,8 @@ class AnnouncerStats:
 class Announcer:
     """For the node ``here``, whose store is ``store``. ``connect(member)`` gives the directory of a home; it may raise StoreError.
     ``index``: this node's own part of the directory, from which the entries of incarnations that are over are dropped. ``away_s``: how long
-    ago the node was last there, with what its store has; where there is an index, what it missed since is caught up with first.
+    ago the node was last there, with what its store has; where there is an index, what it missed since is caught up with first, and
+    ``heard`` is told how long ago it was that this was done.
 
     ``evicted`` may be called from any thread, ``step`` from one.
     """
@@ -82,12 +83,15 @@ class Announcer:
     clock: Callable[[], float] = time.monotonic
     index: HomeIndex | None = None
     away_s: float = 0.0
+    heard: Callable[[float], None] = lambda ago_s: None
 
     def __post_init__(self) -> None:
         if self.index is None:
             self._missed = None
         else:
-            self._missed = MissedClears(self.store, self.index, self.connect, self.clock, self.away_s, self.config.scan_s, self.evicted)
+            self._missed = MissedClears(
+                self.store, self.index, self.connect, self.clock, self.away_s, self.config.scan_s, self.evicted, self.heard
+            )
         self.stats = AnnouncerStats()
         self._lock = threading.Lock()
         self._evicted: dict[bytes, None] = {}

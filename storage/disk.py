@@ -70,7 +70,7 @@ class DiskStore:
             segments, self._descriptions = self._files.load(), self._files.descriptions()
             tenants = DiskTenants(tenant_bytes or {}, {**self._descriptions, **(records or {})})
             self._index = DiskIndex(self._files, segments, tenants)
-            self._away_s = max(time.time() - self._files.written_at, 0.0) if len(self._index) else 0.0
+            self._away_s = self._begin(bool(log_bytes))
             self._index.shrink()
             self._index.keep_caps()
             if not self._files.tidy():
@@ -84,6 +84,7 @@ class DiskStore:
         self._lock = threading.Condition(threading.Lock())
         self._describing = threading.Lock()  # one writer of the records at a time, so that the last one is the newest
         self._logging = threading.Lock()  # the same
+        self._hearing = threading.Lock()
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
         mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
@@ -229,8 +230,25 @@ class DiskStore:
 
     @property
     def away_s(self) -> float:
-        """Seconds from the last time that an earlier store wrote here until this one started; 0 where it left nothing."""
+        """Seconds until this store started from when an earlier one said last that it had heard of everything, or else from when it wrote
+        last; 0 where it left nothing. From the beginning of time where that is in the future: then nobody knows."""
         return self._away_s
+
+    def hear(self, at: float, timeout_s: float) -> None:
+        """``at``, of time.time(): up to then all was heard of that was to be forgotten. Where it stays unsaid, the next store asks for
+        more than it must. Raises StoreError."""
+
+        def say(staging: memoryview, batch: Batch) -> None:
+            if self._hearing.acquire(blocking=False):  # one that hangs is enough
+                try:
+                    self._log.hear(at)
+                finally:
+                    self._hearing.release()
+
+        with self._call(timeout_s) as until:
+            (error,) = self._workers.run([say], until)
+        if error is not None:
+            raise StoreError(f"the disk refuses it: {error}") from error
 
     def keep_log(self, data: bytes, timeout_s: float) -> None:
         """Keep this beside the objects, in place of what was kept before. Raises StoreError; then either of the two is there."""
@@ -290,6 +308,17 @@ class DiskStore:
             self._index.check()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, kept: bool) -> float:
+        """As :attr:`away_s`. ``kept``: is it said here? What is written does not say it: a node may write before it has asked."""
+        now, heard = time.time(), self._log.heard_at() if kept else None
+        since = now
+        if len(self._index):
+            since = self._files.written_at if heard is None else heard
+            since = since if since <= now else 0.0
+        if kept and since != heard:
+            self._log.begin(since)
+        return now - since
 
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[float]:

@@ -3,7 +3,7 @@
     hicache.lock            locked while a store lives; also where direct I/O is tried
     hicache-00000001.seg    segments, allocated whole when they are made
     hicache.json            the readable records of namespaces and tags
-    hicache.forgotten       what was dropped, where somebody keeps it: see disk_log
+    hicache.forgotten       what was dropped, where somebody keeps it: see disk_log; with hicache.heard beside it
 
 Other files are left alone, and count. Space is counted before it is asked for, and is given back when the file is gone.
 """

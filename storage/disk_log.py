@@ -2,6 +2,7 @@
 
 hicache.forgotten       the file
 hicache.forgotten.new   the next one, until it is whole
+hicache.heard           empty; its date says as of when its node has heard of all that it was to forget
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import suppress
 
 from hicache_ray.storage.disk_io import DiskOs, read_upto, up, write_all
 
-LOG, LOG_TEMPORARY = "hicache.forgotten", "hicache.forgotten.new"
+LOG, LOG_TEMPORARY, HEARD = "hicache.forgotten", "hicache.forgotten.new", "hicache.heard"
 
 
 def log_room(most: int, files: Mapping[str, int]) -> int:
@@ -61,6 +62,24 @@ class DiskLog:
                 self._port.fsync(descriptor)
             finally:
                 self._close(descriptor)
+
+    def heard_at(self) -> float | None:
+        """Of time.time(); None where it was never said. Raises OSError."""
+        try:
+            return self._port.written_at(os.path.join(self._directory, HEARD))
+        except FileNotFoundError:
+            return None
+
+    def begin(self, at: float) -> None:
+        """As :meth:`hear`, with or without a file. Nothing else may be called meanwhile. Raises OSError."""
+        path, temporary = (os.path.join(self._directory, name) for name in (HEARD, LOG_TEMPORARY))
+        self._close(self._port.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        self._port.date(temporary, at)
+        self._port.rename(temporary, path)
+
+    def hear(self, at: float) -> None:
+        """Raises OSError."""
+        self._port.date(os.path.join(self._directory, HEARD), at)
 
     def _close(self, descriptor: int) -> None:
         """A descriptor is gone whatever close says."""

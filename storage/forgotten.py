@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,7 @@ _HEAD, _ENTRY, _CHECK = struct.Struct("<8sIId"), struct.Struct("<dH"), struct.St
 _LEAST = 1 << 14
 _SHARE = 512  # the part of a small disk that the file may take
 _KEEP_S = 2.0  # most that a call waits for the disk
+_HEARD_S, _HEARD_EVERY_S = 0.5, 5.0  # the same, of the one that says how much was heard; how often it does
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Disk(Protocol):
     def log(self) -> tuple[bytes, float] | None: ...
 
     def keep_log(self, data: bytes, timeout_s: float) -> None: ...
+
+    def hear(self, at: float, timeout_s: float) -> None: ...
 
 
 def log_bytes(size_bytes: int) -> int:
@@ -104,6 +108,7 @@ class ForgottenLog:
         self._lock = threading.Lock()  # of who writes
         self._saved = -1
         self._well = True
+        self._heard_at = -math.inf
         self.failures = 0
 
     def load(self, now: float) -> Told:
@@ -144,6 +149,16 @@ class ForgottenLog:
             self._failed(str(error))
         finally:
             self._lock.release()
+
+    def heard(self, ago_s: float) -> None:
+        """Up to so many seconds ago this node has heard of all that it was to forget: only for what was later must the next life ask. From
+        one thread."""
+        at = self._wall() - ago_s
+        if 0 <= at - self._heard_at < _HEARD_EVERY_S:
+            return
+        self._heard_at = at
+        with suppress(StoreError):  # then it asks for more
+            self._disk.hear(at, _HEARD_S)
 
     def _failed(self, why: str) -> None:
         self.failures += 1

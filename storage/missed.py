@@ -34,8 +34,8 @@ class MissedClears:
     """For the node whose store is ``store`` and whose part of the directory, which knows the clears that did reach it, is ``index``.
 
     ``away_s``: for how long, before now, the node had not been there. ``drop_s``: most that it takes to drop what it missed, according to
-    one node. ``gone`` is told of what was dropped and has entries here that say otherwise, perhaps. ``catch_up`` may be called from one
-    thread.
+    one node. ``gone`` is told of what was dropped and has entries here that say otherwise, perhaps; ``heard``, how many seconds ago it was
+    that everybody who is known had been asked. ``catch_up`` may be called from one thread.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class MissedClears:
         away_s: float,
         drop_s: float,
         gone: Callable[[Sequence[bytes]], None] = lambda ids: None,
+        heard: Callable[[float], None] = lambda ago_s: None,
     ) -> None:
         self._store, self._index, self._connect, self._clock, self._drop_s = store, index, connect, clock, drop_s
-        self._gone = gone
+        self._gone, self._heard = gone, heard
         self._since = clock() - away_s
         self._asked: dict[str, float] = {}  # node -> when it was asked the last question that is dealt with, whatever its incarnation
         self._seen: dict[str, float] = {}  # holder -> when it was alive, and had been asked
@@ -70,8 +71,11 @@ class MissedClears:
                 continue
         for holder in self._seen.keys() - view.known:
             del self._seen[holder]
-        for node in self._asked.keys() - {holder.rpartition(":")[0] for holder in view.known}:
+        known = {holder.rpartition(":")[0] for holder in view.known}
+        for node in self._asked.keys() - known:
             del self._asked[node]
+        if known - {here}:  # one that knows nobody may only not know yet
+            self._heard(self._clock() - min(self._asked.get(node, self._since) for node in known - {here}))
 
     def caught(self, ids: Sequence[bytes], seconds: float) -> int:
         """Bitset of the ids of which a drop was caught up with in the last ``seconds``. From any thread."""

@@ -100,6 +100,8 @@ class Plane:
         self.server = TcpServer(store, config.tcp, self.home, incarnation) if config.token else None
         self.prober = Prober(config.node, self.members, self._ping)
         self.announcer = Announcer(lambda: self.me, store, self.members.alive, self._home_of, config.announcer, clock, self.home, away_s)
+        if log is not None:
+            self.announcer.heard = log.heard
         shards = ShardedStore(config.node, self.members.alive, self._handle_of, replace(config.shard, workers=1))
         self.repairer = Repairer(
             shards, store, read_from(store, disk), self.members.alive, self.announcer.announced, self._told, self.announcer.caught,

@@ -24,7 +24,7 @@ BLOCK = 4096
 SECTOR = 512
 CALLS = (
     *("open", "close", "lock", "pread", "pwrite", "fallocate", "fdatasync", "fsync"),
-    *("size", "unlink", "rename", "files", "room", "written_at"),
+    *("size", "unlink", "rename", "files", "room", "written_at", "date"),
 )  # fmt: skip
 OpenDisk = Callable[..., DiskStore]
 READS = ("pread", "size", "files", "room", "written_at")

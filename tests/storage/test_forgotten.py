@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Paper:
     refuses: bool = False
     written: int = 0
     timeouts: list[float] = field(default_factory=list)
+    heard: list[float] = field(default_factory=list)
 
     def keep_log(self, data: bytes, timeout_s: float) -> None:
         if self.refuses:
@@ -41,6 +43,9 @@ class Paper:
         self.written += 1
         self.timeouts.append(timeout_s)
         self.log = data, 1e6
+
+    def hear(self, at: float, timeout_s: float) -> None:
+        self.heard.append(at)
 
 
 class Lives:
@@ -173,6 +178,22 @@ def test_what_somebody_else_has_written_meanwhile_is_not_written_again() -> None
     assert paper.written == 2
 
 
+def test_it_is_said_now_and_then_up_to_when_all_was_heard() -> None:
+    paper, wall = Paper(), FakeClock()
+    log = ForgottenLog(paper, 1 << 20, wall)
+    wall.advance(1000.0 - wall())
+    log.heard(3.0)
+    wall.advance(4.0)
+    log.heard(3.0)
+    wall.advance(1.0)
+    log.heard(3.0)
+    wall.advance(60.0)
+    log.heard(63.0)  # somebody is not there to be asked
+    wall.advance(-100.0)
+    log.heard(3.0)
+    assert paper.heard == [997.0, 1002.0, 962.0]
+
+
 # -- on a disk -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -244,3 +265,38 @@ def test_a_log_is_replaced_whole_or_not_at_all(memory: Path, fsync: str) -> None
         if last:
             break
     assert struck == {"", "open", "pwrite", "close", "rename"} | ({"fdatasync", "fsync"} if fsync == "batch" else set())
+
+
+def test_how_long_a_node_was_away_counts_from_when_it_had_heard_of_everything(memory: Path, disk: OpenDisk) -> None:
+    """Not from when it wrote last, which may be before it asked."""
+
+    def again() -> DiskStore:
+        store.close()
+        return disk(small(memory), log_bytes=KEPT)
+
+    store = disk(small(memory), log_bytes=KEPT)
+    assert store.away_s == 0.0
+    put(store, [1])
+    store.hear(time.time() - 1000.0, TIMEOUT_S)
+    for number in (2, 3):
+        store = again()
+        assert 1000.0 <= store.away_s < 2000.0
+        put(store, [number])
+    store.hear(time.time(), TIMEOUT_S)
+    store = again()
+    assert store.away_s < 1000.0
+    store.drop([name(1), name(2), name(3)], TIMEOUT_S)
+    store.hear(time.time() - 1000.0, TIMEOUT_S)
+    assert again().away_s == 0.0  # it has nothing that somebody may have dropped
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_where_the_clock_was_put_back_nobody_knows_how_long_a_node_was_away(memory: Path, disk: OpenDisk, said: bool) -> None:
+    kept = KEPT if said else 0
+    store = disk(small(memory), log_bytes=kept)
+    put(store, [1])
+    store.close()
+    ahead = time.time() + 3600.0
+    for file in memory.iterdir():
+        os.utime(file, (ahead, ahead))
+    assert disk(small(memory), log_bytes=kept).away_s > 1e9

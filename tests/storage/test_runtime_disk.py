@@ -233,7 +233,7 @@ def test_a_damaged_list_of_drops_costs_a_node_that_was_away_its_pages_and_nobody
     log = tmp_path / "n0" / LOG
     log.write_bytes(log.read_bytes()[:-1])
     age(20.0, log)
-    age(60.0, *(tmp_path / "n2").glob("*.seg"))
+    age(60.0, *(tmp_path / "n2").iterdir())
     nodes.start(damaged)
     assert ["is damaged; nodes that come back will drop all" in line for line in caplog.messages] == [True]
     nodes.introduce()
@@ -245,6 +245,35 @@ def test_a_damaged_list_of_drops_costs_a_node_that_was_away_its_pages_and_nobody
     disks = {name: node.disk for name, node in nodes.nodes.items() if node.disk is not None}
     assert {name: len(list(disk.scan())) for name, disk in disks.items()} == {"n0": 0, "n1": 4, "n2": 0}
     assert present(nodes.open(2), MANY) == set(MANY[:4])
+
+
+@pytest.mark.parametrize("cut_off", [False, True], ids=["was not introduced", "saw nobody"])
+def test_a_node_that_wrote_before_it_asked_and_is_started_anew_still_asks_for_all_that_it_missed(
+    make: Callable[..., Nodes], tmp_path: Path, cut_off: bool
+) -> None:
+    """What it wrote says when it was last there, and not what it has heard of."""
+    nodes = make(2)
+    store_all(nodes, nodes.open(1))
+    nodes.announce()
+    config = nodes[1].config
+    if not cut_off:
+        nodes.lose(1)
+    store = nodes.open(0)
+    nodes[0].plane.home.forget(b"", TIMEOUT_S)  # what a clear does on every node that is reached
+    nodes.clock.advance(60.0)
+    age(60.0, *(tmp_path / "n1").iterdir())
+    if not cut_off:
+        nodes.start(config)
+    assert put(nodes.open(1), in_groups(1, 100)) == 1
+    flush(nodes)
+    nodes.lose(1)
+    nodes.start(config)
+    nodes.introduce()
+    nodes.announce()
+    nodes.settle()
+    assert nodes[1].disk is not None
+    assert list(nodes[1].disk.scan()) == []
+    assert present(store, MANY) == set()
 
 
 def age(seconds: float, *files: Path) -> None:
