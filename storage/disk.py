@@ -255,6 +255,8 @@ class DiskStore:
 
         def keep(staging: memoryview, batch: Batch) -> None:
             with self._logging:  # bounded as the calls in it are; the caller has a deadline
+                with batch.touching():  # whoever has left may have a successor, who was here before
+                    pass
                 self._log.replace(data)
 
         with self._call(timeout_s) as until:

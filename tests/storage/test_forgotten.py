@@ -10,17 +10,20 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hicache_ray.errors import StoreError
+from hicache_ray.errors import StoreError, StoreTimeout
 from hicache_ray.storage import DiskStore
+from hicache_ray.storage.conformance import Gate
+from hicache_ray.storage.conformance_kit import Worker
 from hicache_ray.storage.directory import HomeIndex
 from hicache_ray.storage.disk_log import LOG, LOG_TEMPORARY
 from hicache_ray.storage.fences import IDS, PREFIXES
 from hicache_ray.storage.forgotten import MAGIC, Damaged, ForgottenLog, Told, log_bytes, pack, unpack
 from tests.storage.conftest import FakeClock
-from tests.storage.disks import FailingOs, OpenDisk, put, small, sound, visible
+from tests.storage.disks import CountingOs, FailingOs, OpenDisk, put, small, sound, visible
 from tests.storage.objects import TIMEOUT_S, name
 
 SAID = Told([(b"", 5.0), (b"space", 6.5), (name(1), 7.0), (name(2), 7.0)], 4.0)
@@ -300,3 +303,28 @@ def test_where_the_clock_was_put_back_nobody_knows_how_long_a_node_was_away(memo
     for file in memory.iterdir():
         os.utime(file, (ahead, ahead))
     assert disk(small(memory), log_bytes=kept).away_s > 1e9
+
+
+def test_a_log_that_nobody_waits_for_any_more_does_not_take_the_place_of_a_later_one(memory: Path, disk: OpenDisk) -> None:
+    """A disk that hangs for a while, and then does all that it was asked."""
+    gate, written = Gate(), []
+
+    def strike(number: int, call: str, arguments: tuple[Any, ...]) -> None:
+        if call == "pwrite" and len(arguments[1]) == 3:
+            written.append(bytes(arguments[1]))
+            if len(written) == 1:
+                gate.stop()
+
+    store = disk(small(memory, io_threads=4), os_port=CountingOs(strike), log_bytes=KEPT)
+    hanging = Worker(lambda: store.keep_log(b"one", TIMEOUT_S))
+    assert gate.reached.wait(TIMEOUT_S)
+    for late in (b"two", b"2.5"):
+        with pytest.raises(StoreTimeout):
+            store.keep_log(late, 0.05)
+    last = Worker(lambda: store.keep_log(b"end", TIMEOUT_S))
+    gate.open()
+    hanging.join()
+    last.join()
+    store.close()
+    assert written == [b"one", b"end"]
+    assert (memory / LOG).read_bytes() == b"end"
