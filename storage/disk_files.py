@@ -259,7 +259,8 @@ class DiskFiles:
         for temporary in {TEMPORARY, LOG_TEMPORARY} & files.keys():
             self.port.unlink(os.path.join(self.directory, temporary))
             del files[temporary]
-        files[LOG] = log_room(log_bytes, files) or files.get(LOG, 0)
+        there = up(files.get(LOG, 0))
+        files[LOG] = log_room(log_bytes, files) or there
         self.used = sum(up(size) for size in files.values())
         self._records_bytes = up(files.get(RECORDS, 0))
         self._next = max([int(match[1]) for name in files if (match := _SEGMENT.fullmatch(name))], default=0) + 1
@@ -270,10 +271,10 @@ class DiskFiles:
                 f"storage.disk.size_bytes {self.config.size_bytes} leaves no room for a segment of {least} bytes beside the {self._others} "
                 f"bytes of other files in {self.directory}; make it larger, or storage.disk.segment_bytes smaller, or remove them"
             )
-        free = self.port.room(self.directory).free
-        if free < self.room:
+        free, wanted = self.port.room(self.directory).free, self.room + files[LOG] - there
+        if free < wanted:
             raise ConfigError(
-                f"{self.directory} has room for {free / 2**20:,.1f} MiB, but the store may take {self.room / 2**20:,.1f} MiB more; "
+                f"{self.directory} has room for {free / 2**20:,.1f} MiB, but the store may take {wanted / 2**20:,.1f} MiB more; "
                 "make storage.disk.size_bytes smaller, or free space, or choose another storage.disk.directory"
             )
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from hicache_ray.errors import StoreError, StoreTimeout
+from hicache_ray.errors import ConfigError, StoreError, StoreTimeout
 from hicache_ray.storage import DiskStore
 from hicache_ray.storage.conformance import Gate
 from hicache_ray.storage.conformance_kit import Worker
 from hicache_ray.storage.directory import HomeIndex
+from hicache_ray.storage.disk_io import BLOCK, DiskOs, Room
 from hicache_ray.storage.disk_log import LOG, LOG_TEMPORARY
 from hicache_ray.storage.fences import IDS, PREFIXES
 from hicache_ray.storage.forgotten import MAGIC, Damaged, ForgottenLog, Told, log_bytes, pack, unpack
@@ -328,3 +329,22 @@ def test_a_log_that_nobody_waits_for_any_more_does_not_take_the_place_of_a_later
     store.close()
     assert written == [b"one", b"end"]
     assert (memory / LOG).read_bytes() == b"end"
+
+
+def test_the_room_of_a_log_that_is_not_there_yet_must_be_free(memory: Path, disk: OpenDisk) -> None:
+    class Tight(DiskOs):
+        free = 0
+
+        def room(self, directory: str) -> Room:
+            return Room(self.free)
+
+    config, port = small(memory), Tight()
+    port.free = config.size_bytes - BLOCK - 1  # but for the lock, it may take all of it
+    with pytest.raises(ConfigError, match="the store may take"):
+        disk(config, os_port=port, log_bytes=KEPT)
+    port.free += 1
+    store = disk(config, os_port=port, log_bytes=KEPT)
+    store.keep_log(os.urandom(KEPT), TIMEOUT_S)
+    store.close()
+    port.free -= KEPT  # the successor's is still to be had
+    disk(config, os_port=port, log_bytes=KEPT)
