@@ -11,6 +11,7 @@ import pytest
 
 from hicache_ray.errors import ConfigError, StoreTimeout
 from hicache_ray.storage import ArenaClient, DiskConfig, MemoryStore, NodeStore, StorageNode
+from hicache_ray.storage.announcer import AnnouncerConfig
 from hicache_ray.storage.arena import Arena, ArenaConfig
 from hicache_ray.storage.behind_arena import ArenaBehind
 from hicache_ray.storage.conformance import Gate
@@ -35,7 +36,8 @@ def make(clock: FakeClock, tmp_path: Path, nothing_left: None) -> Iterator[Calla
         for i in range(count):
             (folder := tmp_path / f"n{i}").mkdir()
             disk = DiskConfig(str(folder), 256 * PAGE, segment_bytes=64 * PAGE, fsync="never")
-            configs.append(node_config(i, 16, **{"disk": disk, **options}))
+            patient = AnnouncerConfig(timeout_s=TIMEOUT_S)  # a question that a busy machine is slow to answer is asked once here
+            configs.append(node_config(i, 16, **{"disk": disk, "announcer": patient, **options}))
         made.append(Nodes(clock, configs))
         return made[-1]
 
