@@ -224,6 +224,7 @@ class Repairer:
         fenced = self.told(ids, self.config.quiet_s)
         self._again |= bool(fenced)
         ids = [id for i, id in enumerate(ids) if not fenced >> i & 1]
+        ids = self._still_alone(ids)
         sizes, unread = dict[bytes, int](), list[bytes]()
 
         def read(id: bytes) -> Bytes | None:
@@ -247,6 +248,12 @@ class Repairer:
         if made is not None:
             self._pace.spend(sum(sizes.values()))
             self._count(made, set(ids) - set(unread), sizes, began)
+
+    def _still_alone(self, ids: Sequence[bytes]) -> list[bytes]:
+        """The queue is minutes long at worst: whoever came back with a disk may have said meanwhile what it has."""
+        found = self.client.lacking(ids, self.config.timeout_s)
+        self._again |= bool(found.unsure)
+        return [ids[i] for i in bits.each(found.alone)]
 
     def _count(self, made: Remaking, tried: set[bytes], sizes: dict[bytes, int], began: float) -> None:
         """What was made, and is to stay: not what a drop has come across."""

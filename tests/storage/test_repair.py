@@ -232,6 +232,24 @@ def test_the_queue_is_bounded(start: Start) -> None:
     assert set(cluster.nodes["n1"].inner.scan()) == set(IDS)
 
 
+def test_what_somebody_has_after_all_when_its_turn_comes_is_not_sent(start: Start) -> None:
+    """A node that is back with its disk, and takes its time to say what it has."""
+    cluster = start(2)
+    fill(cluster)
+    cluster.restart("n1")
+    cluster.announcers["n0"].step()
+    cluster.settle()
+    cluster.announcers["n0"].step()
+    repairer = cluster.repairer("n0")
+    repairer.step()
+    assert repairer.waiting == len(IDS)
+    cluster.announce()
+    before = cluster.nodes["n1"].inner.stats(1.0).puts
+    finish(cluster, repairer)
+    assert cluster.nodes["n1"].inner.stats(1.0).puts == before
+    assert (repairer.stats.repaired, repairer.stats.repaired_bytes, repairer.stats.repair_dropped) == (0, 0, 0)
+
+
 # -- a drop that comes across ----------------------------------------------------------------------------------------------------------
 
 
