@@ -30,6 +30,7 @@ log = logging.getLogger("hicache_ray.storage")
 _JOIN_S = 5.0
 _BURST_S = 1.0
 _APART_S = 1.0
+_SELDOM = 16  # times again_s
 _MADE = 1024  # batches that may still turn out to be of what was dropped
 
 
@@ -39,8 +40,9 @@ class RepairConfig:
     brings it to ``batch_bytes``. ``queue``: objects that wait, at most; ``ask``: ids per question to the homes.
 
     ``timeout_s``: most that a batch may take, ``scan_s``: to read what the node has. ``step_s``: pause where there is nothing to do,
-    ``again_s``: before what failed is tried again. ``quiet_s``: longer than any drop or clear takes; what was dropped so shortly ago and is
-    here again is left alone for now. ``caught_s``: by then the node has heard of a drop that it had missed when it made a copy.
+    ``again_s``: before what failed is tried again; twice as long after each time, up to 16 times, until the members change. ``quiet_s``:
+    longer than any drop or clear takes; what was dropped so shortly ago and is here again is left alone for now. ``caught_s``: by then the
+    node has heard of a drop that it had missed when it made a copy.
     """
 
     bytes_per_s: int = 64 << 20
@@ -48,7 +50,7 @@ class RepairConfig:
     batch_bytes: int = 8 << 20
     queue: int = 4096
     ask: int = 1024
-    timeout_s: float = 30.0
+    timeout_s: float = 10.0
     scan_s: float = 30.0
     step_s: float = 0.25
     again_s: float = 30.0
@@ -134,6 +136,7 @@ class Repairer:
         self._over = False  # is that dealt with?
         self._begin_at = float("-inf")
         self._again = False
+        self._again_s = self.config.again_s
         self._queue: deque[bytes] = deque()
         self._made: deque[tuple[float, Member, list[bytes]]] = deque()  # (when it was begun, where, what): a drop may have been missed
         self._stopping = threading.Event()
@@ -156,7 +159,7 @@ class Repairer:
         self._look_back()
         view = self.view()
         if view.version != self._version:
-            self._version = view.version
+            self._version, self._again_s = view.version, self.config.again_s
             self._start_over(self.clock())
         if self._over or view.before or len(view.alive) < 2 or self.clock() < self._begin_at or not self.ready():
             return self.config.step_s
@@ -170,7 +173,8 @@ class Repairer:
                 return min(wait, 1.0)
             self._copy([self._queue.popleft() for _ in range(min(self.config.batch, len(self._queue)))])
         elif self._again:
-            self._start_over(self.clock() + self.config.again_s)
+            self._start_over(self.clock() + self._again_s)
+            self._again_s = min(2 * self._again_s, _SELDOM * self.config.again_s)
         else:
             self._over, self._ids = True, None
         return 0.0
@@ -182,7 +186,7 @@ class Repairer:
         return self
 
     def close(self) -> None:
-        """Ends the call that is under way. Idempotent."""
+        """A call that is under way, to a node that hangs, ends by its own deadline. Idempotent."""
         self._stopping.set()
         self.client.close()
         if self._thread is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -186,6 +187,32 @@ def test_a_target_that_has_no_room_refuses_as_it_does_any_put(start: Start) -> N
     cluster.clock.advance(1000.0)
     finish(cluster, repairer)
     assert repairer.stats.repaired == 5  # not again and again
+
+
+def test_what_fails_for_long_is_tried_ever_more_seldom(start: Start) -> None:
+    """As every time all that there is is gone through; and at once where the members change."""
+    cluster = start(2)
+    fill(cluster)
+    cluster.restart("n1", keep_bytes=False)
+    settle(cluster)
+    repairer = cluster.repairer("n0", RepairConfig(again_s=30.0), EAGER)
+    cluster.nodes["n1"].fail = lambda call: call == "put"
+    scans = [cluster.clock()]
+    scan = cluster.nodes["n0"].inner.scan
+
+    def counted(*arguments: Any) -> Any:
+        scans.append(cluster.clock())
+        return scan(*arguments)
+
+    cluster.nodes["n0"].inner.scan = counted  # type: ignore[method-assign]
+    while len(scans) < 9:
+        cluster.clock.advance(repairer.step())
+    assert [round((b - a) / 30.0) for a, b in zip(scans, scans[1:], strict=False)] == [0, 1, 2, 4, 8, 16, 16, 16]
+    cluster.nodes["n1"].fail = lambda call: False
+    cluster.restart("n1", keep_bytes=False)
+    settle(cluster)
+    assert finish(cluster, repairer) < 30.0
+    assert set(cluster.nodes["n1"].inner.scan()) == set(IDS)
 
 
 def test_what_failed_is_tried_again_after_a_while(start: Start) -> None:
