@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -207,7 +208,7 @@ def test_what_fails_for_long_is_tried_ever_more_seldom(start: Start) -> None:
     cluster.nodes["n0"].inner.scan = counted  # type: ignore[method-assign]
     while len(scans) < 9:
         cluster.clock.advance(repairer.step())
-    assert [round((b - a) / 30.0) for a, b in zip(scans, scans[1:], strict=False)] == [0, 1, 2, 4, 8, 16, 16, 16]
+    assert [round((b - a) / 30.0) for a, b in pairwise(scans)] == [0, 1, 2, 4, 8, 16, 16, 16]
     cluster.nodes["n1"].fail = lambda call: False
     cluster.restart("n1", keep_bytes=False)
     settle(cluster)
