@@ -126,6 +126,10 @@ class Announcer:
         """Bitset of the ids of which this node had missed a drop, and caught up with it in the last ``seconds``. From any thread."""
         return 0 if self._missed is None else self._missed.caught(ids, seconds)
 
+    def heard_at(self) -> float:
+        """When everybody who is known was asked, of the last time that this was so. From any thread."""
+        return self.clock() if self._missed is None else self._missed.heard_at
+
     def step(self) -> None:
         """Tell the homes what there is to tell, within ``timeout_s``. What failed stays for the next step."""
         view = self.view()

@@ -52,6 +52,8 @@ class MissedClears:
         self._store, self._index, self._connect, self._clock, self._drop_s = store, index, connect, clock, drop_s
         self._gone, self._heard = gone, heard
         self._since = clock() - away_s
+        #: All that somebody who is known had been told by then is dealt with.
+        self.heard_at = self._since
         self._asked: dict[str, float] = {}  # node -> when it was asked the last question that is dealt with, whatever its incarnation
         self._seen: dict[str, float] = {}  # holder -> when it was alive, and had been asked
         self._done: dict[bytes, float] = {}  # prefix -> when it was caught up with
@@ -75,7 +77,8 @@ class MissedClears:
         for node in self._asked.keys() - known:
             del self._asked[node]
         if known - {here}:  # one that knows nobody may only not know yet
-            self._heard(self._clock() - min(self._asked.get(node, self._since) for node in known - {here}))
+            self.heard_at = min(self._asked.get(node, self._since) for node in known - {here})
+            self._heard(self._clock() - self.heard_at)
 
     def caught(self, ids: Sequence[bytes], seconds: float) -> int:
         """Bitset of the ids of which a drop was caught up with in the last ``seconds``. From any thread."""

@@ -105,7 +105,7 @@ class Plane:
         shards = ShardedStore(config.node, self.members.alive, self._handle_of, replace(config.shard, workers=1))
         self.repairer = Repairer(
             shards, store, read_from(store, disk), self.members.alive, self.announcer.announced, self._told, self.announcer.caught,
-            config.repair, clock,
+            self.announcer.heard_at, config.repair, clock,
         )  # fmt: skip
         self._store = store
         self._said: tuple[View | None, bytes] = (None, b"")

@@ -42,7 +42,7 @@ class RepairConfig:
     ``timeout_s``: most that a batch may take, ``scan_s``: to read what the node has. ``step_s``: pause where there is nothing to do,
     ``again_s``: before what failed is tried again; twice as long after each time, up to 16 times, until the members change. ``quiet_s``:
     longer than any drop or clear takes; what was dropped so shortly ago and is here again is left alone for now. ``caught_s``: by then the
-    node has heard of a drop that it had missed when it made a copy.
+    node has heard of a drop that it had missed when it made a copy; later, where it could not ask everybody.
     """
 
     bytes_per_s: int = 64 << 20
@@ -113,7 +113,8 @@ def read_from(store: LocalStore, disk: Store | None) -> Callable[[bytes, float],
 class Repairer:
     """For the node whose store is ``store``, which ``read(id, timeout_s)`` reads. ``client``: the store of all nodes, its own to close.
     ``view``: the members as the node sees them. ``ready``: has the node said what it has? ``told(ids, seconds)``, ``caught(ids, seconds)``:
-    which of them it was told to forget of late, or has caught up with. ``step`` may be called from one thread."""
+    which of them it was told to forget of late, or has caught up with; ``heard_at()``: with all from before then it has. ``step`` may be
+    called from one thread."""
 
     client: ShardedStore
     store: Store
@@ -122,6 +123,7 @@ class Repairer:
     ready: Callable[[], bool]
     told: Callable[[Sequence[bytes], float], int]
     caught: Callable[[Sequence[bytes], float], int]
+    heard_at: Callable[[], float]
     config: RepairConfig = field(default_factory=RepairConfig)
     clock: Callable[[], float] = time.monotonic
 
@@ -138,7 +140,7 @@ class Repairer:
         self._again = False
         self._again_s = self.config.again_s
         self._queue: deque[bytes] = deque()
-        self._made: deque[tuple[float, Member, list[bytes]]] = deque()  # (when it was begun, where, what): a drop may have been missed
+        self._made: deque[tuple[float, float, Member, list[bytes]]] = deque()  # (begun, done, where, what): a drop may have been missed
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -269,7 +271,7 @@ class Repairer:
             stays = [made.ids[i] for i in bits.each(held & ~fenced)]
             there.update(stays)
             if stays:
-                self._made.append((began, member, stays))
+                self._made.append((began, self.clock(), member, stays))
         self.stats.repaired += len(there)
         self.stats.repaired_bytes += sum(sizes[id] for id in there)
         failed = {id for id in tried - there if id in sizes} if made.errors else set()
@@ -279,8 +281,8 @@ class Repairer:
 
     def _look_back(self) -> None:
         """What this node has missed the drop of, and has caught up with since, must not be where it put it meanwhile."""
-        while self._made and self._made[0][0] + self.config.caught_s <= self.clock():
-            began, member, ids = self._made.popleft()
+        while self._made and self._made[0][0] + self.config.caught_s <= self.clock() and self._made[0][1] < self.heard_at():
+            began, _, member, ids = self._made.popleft()
             caught = self.caught(ids, self.clock() - began + _APART_S)
             if caught:
                 gone = [ids[i] for i in bits.each(caught)]

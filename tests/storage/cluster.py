@@ -169,7 +169,8 @@ class Cluster:
 
         client = self.client(here, shard or ShardConfig(replicas=2))
         told, config = node.index.knows, config or RepairConfig()
-        return Repairer(client, node.store, read, self.members.alive, announcer.announced, told, announcer.caught, config, self.clock)
+        ready, caught, heard_at = announcer.announced, announcer.caught, announcer.heard_at
+        return Repairer(client, node.store, read, self.members.alive, ready, told, caught, heard_at, config, self.clock)
 
     def connect(self, member: Member) -> NodeHandle:
         node = self.nodes[member.node]

@@ -365,8 +365,9 @@ def test_what_was_dropped_shortly_ago_and_is_here_again_is_copied_later(start: S
     assert (repairer.stats.repaired, repairer.stats.repair_dropped) == (len(IDS), 0)
 
 
-def test_a_drop_that_the_holder_missed_takes_its_copies_too(start: Start) -> None:
-    """Nobody reached it, and it reached everybody: it copied what the others had dropped, before it heard of that."""
+@pytest.mark.parametrize("late_s", [0.0, 100.0])
+def test_a_drop_that_the_holder_missed_takes_its_copies_too(start: Start, late_s: float) -> None:
+    """Nobody reached it, and it reached everybody: it copied what the others had dropped, before it heard of that, be it much later."""
     cluster = start(3)
     fill(cluster)
     cluster.restart("n1", keep_bytes=False)
@@ -381,6 +382,9 @@ def test_a_drop_that_the_holder_missed_takes_its_copies_too(start: Start) -> Non
     for node in cluster.nodes.values():
         node.index.announce("n0:1", dropped, 1.0)  # as it says now and then what it has
     finish(cluster, repairer)
+    assert [len(holding(cluster, id)) for id in dropped] == [2] * 4
+    cluster.clock.advance(late_s)
+    repairer.step()
     assert [len(holding(cluster, id)) for id in dropped] == [2] * 4
     cluster.clock.advance(6.0)
     cluster.announce()
