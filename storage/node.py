@@ -91,7 +91,8 @@ class NodeStore:
 
     def watch(self, on_lost: Callable[[Sequence[bytes]], None], on_cleared: Callable[[bytes], object]) -> None:
         """Have ``on_lost(ids)`` called with what was evicted, dropped or found damaged, and ``on_cleared(prefix)`` after every clear: on
-        the thread of the call that did it, without the lock. They return at once and raise nothing."""
+        the thread of the call that did it, without the lock. They raise nothing; the first returns at once, and the second may wait for
+        the disk, for 2 s at most."""
         with self._lock:
             self._on_lost, self._on_cleared = on_lost, on_cleared
             self.arena.index.lost = []
