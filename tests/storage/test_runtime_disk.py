@@ -223,6 +223,7 @@ def test_a_damaged_list_of_drops_costs_a_node_that_was_away_its_pages_and_nobody
     store_all(nodes, nodes.open(2))
     nodes.announce()
     assert put(nodes.open(1), MANY[:4]) == 0b1111
+    flush(nodes)
     nodes.announce()
     nodes.clock.advance(60.0)
     nodes.announce()
