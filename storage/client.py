@@ -23,6 +23,8 @@ from hicache_ray.storage.session import ClientConfig, Session
 from hicache_ray.storage.wire import MAX_IDS, Kind
 from hicache_ray.store import Answer, Bytes, StoreStats
 
+WATCH_S = 100e-6  # a request waits for its lookup; there is one of them, and there are many puts
+
 
 class ArenaClient:
     """A :class:`~hicache_ray.store.Store`. Connects when first used, and again when the service was restarted.
@@ -49,7 +51,8 @@ class ArenaClient:
         require_keys(keys, tags)
         if len(keys) <= MAX_IDS and 0 < len(keys) * len(tags) <= wire.MAX_ASKED:  # nearly always
             with self._session.asking(timeout_s) as (connection, deadline):
-                return messages.unpack_answers(connection.call(Kind.LOOKUP, messages.pack_lookup(keys, tags), deadline), tags, len(keys))
+                reply = connection.call(Kind.LOOKUP, messages.pack_lookup(keys, tags), deadline, WATCH_S)
+                return messages.unpack_answers(reply, tags, len(keys))
         found = {tag: Answer() for tag in tags}
         with self._session.asking(timeout_s) as (connection, deadline):
             for at, some in _parts(keys, MAX_IDS):

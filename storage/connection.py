@@ -93,12 +93,13 @@ class Connection:
             raise StoreClosed("the connection has no mapping")
         return self.segment
 
-    def call(self, kind: Kind, body: bytes, deadline: Deadline) -> Reader:
-        """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused."""
-        return Reader(self.exchange(kind, body, now() + deadline.left()))
+    def call(self, kind: Kind, body: bytes, deadline: Deadline, watch_s: float = 0.0) -> Reader:
+        """Ask and wait for the answer. Raises StoreTimeout, StoreClosed, WireError, Refused. ``watch_s``: as of :meth:`exchange`."""
+        return Reader(self.exchange(kind, body, now() + deadline.left(), watch_s))
 
-    def exchange(self, kind: int, body: bytes, until: float) -> bytes:
-        """:meth:`call`, until a point on :func:`~hicache_ray.storage.frames.now`; the body of the answer."""
+    def exchange(self, kind: int, body: bytes, until: float, watch_s: float = 0.0) -> bytes:
+        """:meth:`call`, until a point on :func:`~hicache_ray.storage.frames.now`; the body of the answer. ``watch_s``: how long to look for
+        it before sleeping; at the core's expense, so only where much depends on it."""
         try:
             frames, asked = self._frames, (self._request + 1) & 0xFFFFFFFF
             question = wire.encode(kind, asked, body)
@@ -107,6 +108,8 @@ class Connection:
                 frames.send(question, until)
             except BrokenPipeError:  # the service has hung up; perhaps it has said why
                 pass
+            if watch_s:
+                frames.watch(watch_s)
             frame = frames.receive(until)
         except OSError as error:
             raise self._translated(error) from error

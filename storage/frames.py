@@ -87,6 +87,15 @@ class FrameSocket:
                 return frame if count else None
         return self.receive(now() + seconds)
 
+    def watch(self, seconds: float) -> bool:
+        """Wait for something to read without going to sleep, no longer than that: is there something? An idle core takes longer to wake up
+        than a short question takes to be answered."""
+        end = now() + seconds
+        while not self._readable.poll(0):
+            if now() >= end:
+                return False
+        return True
+
     def alive(self) -> bool:
         """False once either end has hung up: an idle connection has nothing to read."""
         return not self._closed and not self._readable.poll(0)  # a poll raises nothing, which would cost more than the call
