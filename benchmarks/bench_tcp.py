@@ -32,7 +32,7 @@ from hicache_ray.storage.tcp_client import TcpStore
 from hicache_ray.storage.tcp_server import TcpServer
 from hicache_ray.store import KEY_BYTES, TAG_BYTES
 
-REPETITIONS = 5
+REPETITIONS = 15
 PAGES, PAGE_BYTES, STREAMS = 128, 1 << 20, 2
 ARENA_BYTES = 512 << 20
 GOAL = 0.85
