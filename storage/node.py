@@ -27,7 +27,7 @@ from hicache_ray.storage.descriptors import GRANTED, Held, Lease, Lending, Ready
 from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.index import ArenaIndex
 from hicache_ray.storage.loading import Loader
-from hicache_ray.storage.promotion import Promotion, look_behind
+from hicache_ray.storage.promotion import Promotion, look_behind, united
 from hicache_ray.storage.table import FEW
 from hicache_ray.storage.tenants import TENANT
 from hicache_ray.store import SPACE_BYTES, Answer, Store, StoreStats
@@ -235,10 +235,10 @@ class NodeStore:
         """Remove what begins with ``prefix``, here and behind; how many objects there were. Fenced against late writers of both, and
         against what is on its way between them. Raises StoreError where it is not complete behind."""
         until = self._clock() + timeout_s
-        seen = set[bytes]() if self.back is None else set(self.back.scan(prefix, timeout_s))
+        seen = [] if self.back is None else list(self.back.scan(prefix, timeout_s))
         with self._removal():
             with self._index() as index:
-                seen.update(index.ids(prefix) if self.back is not None else ())
+                here = index.packed_ids(prefix)
                 count = index.clear(prefix)
             if self.behind is not None:
                 self.behind.on_cleared(prefix, until - self._clock())
@@ -246,7 +246,7 @@ class NodeStore:
                 self.back.clear(until - self._clock(), prefix)
         if self._on_cleared is not None:
             self._on_cleared(prefix)
-        return count if self.back is None else len(seen)
+        return count if self.back is None else len(united(here, iter(seen), self._loops.get()))
 
     def scan(self, prefix: bytes, timeout_s: float) -> npt.NDArray[np.uint8]:
         """(n, 64) ids of the visible objects, here and behind, as of the call."""
@@ -254,7 +254,7 @@ class NodeStore:
             here = index.packed_ids(prefix)
         if self.back is None:
             return here
-        return packed(sorted({*unpacked(here), *self.back.scan(prefix, timeout_s)}))
+        return united(here, iter(self.back.scan(prefix, timeout_s)), self._loops.get())
 
     # -- administration ----------------------------------------------------------------------------------------------------------
 

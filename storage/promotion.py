@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import islice
 from operator import or_
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,14 @@ from hicache_ray.storage import bits
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.copying import Copier, as_array
 from hicache_ray.storage.descriptors import Reservation
-from hicache_ray.storage.ids import Ids, unpacked
+from hicache_ray.storage.ids import Ids, packed, unpacked
 from hicache_ray.storage.movers import Batch
+from hicache_ray.storage.table import IdTable
 from hicache_ray.store import Answer, Lent, Store
 
 log = logging.getLogger("hicache_ray.storage")
 _STEP = 256  # objects fetched at once
+_PART = 1 << 14  # ids compared at once
 
 
 class Host(Protocol):
@@ -114,6 +117,21 @@ def look_behind(back: Store, keys: Ids, tags: Sequence[bytes], answers: list[Ans
     except StoreError:  # nobody can say now what is behind; what is here is here
         return [replace(answer, retry=miss & ~answer.pending) for answer, miss in zip(answers, missed, strict=True)]
     return [_union(answer, _spread(found[tag], which)) if tag in found else answer for answer, tag in zip(answers, tags, strict=True)]
+
+
+def united(here: npt.NDArray[np.uint8], behind: Iterator[bytes], compiled: Any) -> npt.NDArray[np.uint8]:
+    """(n, 64) ids that are here or behind, each once. Of millions, a set of them would keep everybody else from working for seconds.
+
+    ``compiled``: as of :attr:`IdTable.compiled`.
+    """
+    table = IdTable()
+    table.compiled = compiled
+    table.add(here)
+    parts = [here]
+    while some := list(islice(behind, _PART)):
+        ids = packed(some)
+        parts.append(ids[table.find(ids) < 0])
+    return np.concatenate(parts)
 
 
 def _spread(answer: Answer, which: Sequence[int]) -> Answer:

@@ -15,6 +15,8 @@ from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, FaultySt
 from hicache_ray.storage.arena import Arena
 from hicache_ray.storage.conformance_kit import Clock
 from hicache_ray.storage.copying import SLICE, checksum
+from hicache_ray.storage.ids import packed
+from hicache_ray.storage.promotion import united
 from hicache_ray.storage.segment import Segment, _huge_in
 from hicache_ray.storage.tcp import TcpConfig
 from hicache_ray.storage.tcp_client import TcpStore
@@ -79,6 +81,14 @@ def local(node: NodeStore) -> Iterator[LocalStore]:
 def events(node: NodeStore) -> list[tuple[str, object]]:
     assert isinstance(node.behind, Told)
     return node.behind.events
+
+
+@pytest.mark.parametrize(("here", "behind"), [(0, 0), (0, 5), (5, 0), (3, 4), (40_000, 50_000)])
+def test_what_is_here_or_behind_is_named_once(here: int, behind: int) -> None:
+    first = max(here - behind // 2, 0)
+    found = united(packed([name(n) for n in range(here)]), (name(first + n) for n in range(behind)), None)
+    assert found.shape == (max(here, first + behind), 64)
+    assert {id.tobytes() for id in found} == {name(n) for n in range(max(here, first + behind))}
 
 
 def test_what_is_read_in_one_batch_does_not_make_room_for_the_rest_of_it(node: NodeStore, local: LocalStore, back: Hook) -> None:
