@@ -20,23 +20,22 @@ from pathlib import Path
 
 from hicache_ray.errors import ConfigError, StoreClosed, StoreError, StoreTimeout
 from hicache_ray.storage import disk_footer
-from hicache_ray.storage.checked import scratch
 from hicache_ray.storage.copying import as_array
 from hicache_ray.storage.disk_config import DiskConfig
 from hicache_ray.storage.disk_files import DiskFiles
 from hicache_ray.storage.disk_index import DiskIndex
 from hicache_ray.storage.disk_io import DiskOs
 from hicache_ray.storage.disk_lease import DiskLent, Leases
-from hicache_ray.storage.disk_log import DiskLog
 from hicache_ray.storage.disk_moves import Mover
+from hicache_ray.storage.disk_notes import Notes
 from hicache_ray.storage.disk_plan import Found, Plan
+from hicache_ray.storage.disk_read import Reader
 from hicache_ray.storage.disk_room import RoomMaker
 from hicache_ray.storage.disk_tenants import DiskTenants
-from hicache_ray.storage.disk_transfer import Read, Write, read_jobs
-from hicache_ray.storage.disk_work import Batch, Workers
+from hicache_ray.storage.disk_transfer import Read, Write
+from hicache_ray.storage.disk_work import Workers
 from hicache_ray.storage.disk_write import Writer
 from hicache_ray.storage.ids import require_ids, require_keys
-from hicache_ray.storage.segment import Array
 from hicache_ray.store import Answer, Bytes, StoreStats
 
 _CLOSE_S = 30.0
@@ -63,14 +62,12 @@ class DiskStore:
         self.config, self.clock = config, clock
         self._port = os_port or DiskOs()
         self._files = DiskFiles(config, self._port, log_bytes)
-        self._log = DiskLog(self._port, config.directory, config.fsync != "never")
         try:
-            #: What an earlier store kept there, and when; None where it kept nothing.
-            self.log = self._log.read() if log_bytes else None
+            self._notes = Notes(self._port, self._files, config.directory, config.fsync != "never", bool(log_bytes))
             segments, self._descriptions = self._files.load(), self._files.descriptions()
             tenants = DiskTenants(tenant_bytes or {}, {**self._descriptions, **(records or {})})
             self._index = DiskIndex(self._files, segments, tenants)
-            self._away_s = self._begin(bool(log_bytes))
+            self._away_s = self._notes.begin(len(self._index))
             self._index.shrink()
             self._index.keep_caps()
             if not self._files.tidy():
@@ -82,11 +79,9 @@ class DiskStore:
             self._files.close()
             raise
         self._lock = threading.Condition(threading.Lock())
-        self._describing = threading.Lock()  # one writer of the records at a time, so that the last one is the newest
-        self._logging = threading.Lock()  # the same
-        self._hearing = threading.Lock()
         self._workers = Workers(config.io_threads, config.staging_bytes)
         self._writer = Writer(self._port, self._workers, self._lock, self._index, config.fsync)
+        self._reader = Reader(self._port, self._workers, self._writer, self._lock, self._index)
         mover = Mover(self._port, self._workers, self._writer, self._lock, self._index)
         self._room = RoomMaker(self._files, self._workers, mover, self._lock, self._index)
         self._leases = Leases(self._index, clock, config.lease_s, config.lease_bytes)
@@ -122,7 +117,7 @@ class DiskStore:
                 found = self._index.take(ids)
             fitting = [a is not None and a.length == b.nbytes for a, b in zip(found, arrays, strict=True)]
             reads = [Read(item, array) if fit else None for item, array, fit in zip(found, arrays, fitting, strict=True)]  # type: ignore[arg-type]
-            self._read([read for read in reads if read is not None], found, until)
+            self._reader.read([read for read in reads if read is not None], found, until)
             with self._locked():
                 self._index.release(found)
             return sum(1 << i for i, read in enumerate(reads) if read is not None and read.fits)
@@ -134,9 +129,9 @@ class DiskStore:
             with self._locked(until):
                 found, size = self._leases.admit(self._index.take(ids))
             try:
-                memory = self._memory(found)
+                memory = self._reader.memory(found)
                 reads = [None if item is None else Read(item, memory[i]) for i, item in enumerate(found)]
-                self._read([read for read in reads if read is not None], found, until)
+                self._reader.read([read for read in reads if read is not None], found, until)
             except BaseException:
                 with self._locked():
                     self._leases.forgo(size)
@@ -165,12 +160,9 @@ class DiskStore:
     def describe(self, digest: bytes, record: Mapping[str, str], timeout_s: float) -> None:
         """Kept on the disk where there is room and it can be written, else in memory only."""
 
-        def keep(staging: memoryview, batch: Batch) -> None:
-            with self._describing:  # bounded as the calls in it are; the caller has a deadline
-                with self._lock:
-                    data = self._files.claim_descriptions(self._descriptions)
-                if data is not None:
-                    self._files.keep_descriptions(data)
+        def claim() -> bytes | None:
+            with self._lock:
+                return self._files.claim_descriptions(self._descriptions)
 
         with self._call(timeout_s) as until:
             with self._locked(until):
@@ -181,7 +173,7 @@ class DiskStore:
                 self._descriptions[digest] = dict(record)
                 if not self._writable():
                     return
-            (error,) = self._workers.run([keep], until)
+            (error,) = self._workers.run([self._notes.descriptions(claim)], until)
             if error is not None:
                 with self._locked():
                     self._turn_off(error)
@@ -229,6 +221,11 @@ class DiskStore:
         return self._files.direct
 
     @property
+    def log(self) -> tuple[bytes, float] | None:
+        """What an earlier store kept with :meth:`keep_log`, and when; None where it kept nothing."""
+        return self._notes.log
+
+    @property
     def away_s(self) -> float:
         """Seconds until this store started from when an earlier one said last that it had heard of everything, or else from when it wrote
         last; 0 where it left nothing. From the beginning of time where that is in the future: then nobody knows."""
@@ -237,33 +234,18 @@ class DiskStore:
     def hear(self, at: float, timeout_s: float) -> None:
         """``at``, of time.time(): up to then all was heard of that was to be forgotten. Where it stays unsaid, the next store asks for
         more than it must. Raises StoreError."""
-
-        def say(staging: memoryview, batch: Batch) -> None:
-            if self._hearing.acquire(blocking=False):  # one that hangs is enough
-                try:
-                    self._log.hear(at)
-                finally:
-                    self._hearing.release()
-
         with self._call(timeout_s) as until:
-            (error,) = self._workers.run([say], until)
+            (error,) = self._workers.run([self._notes.heard(at)], until)
         if error is not None:
             raise StoreError(f"the disk refuses it: {error}") from error
 
     def keep_log(self, data: bytes, timeout_s: float) -> None:
         """Keep this beside the objects, in place of what was kept before. Raises StoreError; then either of the two is there."""
-
-        def keep(staging: memoryview, batch: Batch) -> None:
-            with self._logging:  # bounded as the calls in it are; the caller has a deadline
-                with batch.touching():  # whoever has left may have a successor, who was here before
-                    pass
-                self._log.replace(data)
-
         with self._call(timeout_s) as until:
             with self._locked(until):
                 if not self._writable() and self._off is not None:
                     raise StoreError(self._off[0])
-            (error,) = self._workers.run([keep], until)
+            (error,) = self._workers.run([self._notes.forgotten(data)], until)
             if error is not None:
                 with self._locked():
                     self._turn_off(error)
@@ -311,17 +293,6 @@ class DiskStore:
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, kept: bool) -> float:
-        """As :attr:`away_s`. ``kept``: is it said here? What is written does not say it: a node may write before it has asked."""
-        now, heard = time.time(), self._log.heard_at() if kept else None
-        since = now
-        if len(self._index):
-            since = self._files.written_at if heard is None else heard
-            since = since if since <= now else 0.0
-        if kept and since != heard:
-            self._log.begin(since)
-        return now - since
-
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[float]:
         """Until when a call may take, of time.monotonic. Refuses when closed; close waits for it. Leases that have run out end."""
@@ -363,37 +334,6 @@ class DiskStore:
                 self._turn_off(error)
             elif done:
                 self._off = None
-
-    def _memory(self, found: Sequence[Found | None]) -> list[Array]:
-        """One buffer for each. Raises StoreError; they are released then."""
-        try:
-            return scratch([0 if item is None else item.length for item in found])
-        except StoreError:
-            with self._lock:
-                self._index.release(found)
-            raise
-
-    def _read(self, reads: Sequence[Read], found: Sequence[Found | None], until: float) -> None:
-        """Fill the targets; what does not fit is gone then. ``found`` stays pinned, or is released where this raises."""
-
-        def abandoned() -> None:
-            with self._lock:
-                self._index.release(found)
-
-        jobs = read_jobs(self._port, reads, self.config.staging_bytes)
-        if jobs:
-            self._workers.run(jobs, until, abandoned)
-        bad = {read.found.id: read.found for read in reads if read.fits is False}
-        missing = sum(read.fits is None for read in reads)
-        if not bad and not missing:
-            return
-        with self._lock:
-            for item in bad.values():
-                self._index.bad(item)
-            self._index.counters.checksum_failures += len(bad)
-            self._index.counters.get_misses += len(bad) + missing
-        with suppress(StoreError):  # their records are dirty and go with the next write
-            self._writer.flush({item.segment for item in bad.values()}, until, False)
 
     def _lend(self, found: Sequence[Found | None], reads: Sequence[Read | None], size: int) -> DiskLent:
         views = [read.target.data.toreadonly() if read is not None and read.fits else None for read in reads]
