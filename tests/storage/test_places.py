@@ -40,8 +40,8 @@ def test_a_service_that_lies_reaches_no_memory(client: ArenaClient, monkeypatch:
     put(client, [1])
     exchange = Connection.exchange
 
-    def lying(self: Connection, kind: int, body: bytes, until: float) -> bytes:
-        answer = exchange(self, kind, body, until)
+    def lying(self: Connection, kind: int, body: bytes, until: float, watch_s: float = 0.0) -> bytes:
+        answer = exchange(self, kind, body, until, watch_s)
         if kind == Kind.RESERVE:
             outcomes = np.array([Outcome.GRANTED], np.uint8)
             return messages.pack_reservation(Reservation(1, 10.0, outcomes, words(SIZE)))
