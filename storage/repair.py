@@ -188,7 +188,7 @@ class Repairer:
         return self
 
     def close(self) -> None:
-        """A call that is under way, to a node that hangs, ends by its own deadline. Idempotent."""
+        """A call that is under way ends with its connection; one that connects, by its own deadline. Idempotent."""
         self._stopping.set()
         self.client.close()
         if self._thread is not None:

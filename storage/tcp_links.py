@@ -21,8 +21,15 @@ from hicache_ray.storage.wire import MAX_BODY, REPLY, Reader, WireError
 class Link:
     """One request at a time. ``clean``: no exchange is half way; only then may the link serve another."""
 
-    def __init__(self, address: TcpAddress, token: str, buffer_bytes: int, deadline: Deadline) -> None:
-        """Connects, and both ends prove that they know the token. Raises StoreError."""
+    def __init__(
+        self,
+        address: TcpAddress,
+        token: str,
+        buffer_bytes: int,
+        deadline: Deadline,
+        connected: Callable[[Stream], None] = lambda stream: None,
+    ) -> None:
+        """Connects, and both ends prove that they know the token; ``connected`` is called between the two. Raises StoreError."""
         self._peer, self._request = str(address), 0
         self.clean, self.incarnation = False, ""
         try:
@@ -33,6 +40,7 @@ class Link:
             raise StoreClosed(f"the store at {address} cannot be reached: {error.strerror or error}") from error
         try:
             self.stream = Stream(sock, f"the store at {address}", buffer_bytes)
+            connected(self.stream)
             self._greet(token, deadline)
         except OSError as error:
             sock.close()
@@ -121,6 +129,7 @@ class Links:
         self._breaker = Breaker(clock, config.backoff_s, config.backoff_most_s)
         self._idle: list[Link] = []
         self._count = 0  # of those lent, and of those being opened
+        self._used: set[Stream] = set()  # theirs, as far as they are connected
         self._closed = False
 
     @property
@@ -169,6 +178,7 @@ class Links:
                     link = self._idle.pop()
                     if link.stream.alive():
                         self._count += 1
+                        self._used.add(link.stream)
                         return link
                     link.stream.close()
                 if self._count < self._config.connections:
@@ -187,17 +197,35 @@ class Links:
             raise
 
     def close(self) -> None:
-        """Idempotent. Links that are lent are closed when they come back."""
+        """Idempotent. Calls under way end with StoreClosed: whoever they wait for may hang."""
         with self._turn:
             self._closed = True
             idle, self._idle = self._idle, []
             self._turn.notify_all()
+            for stream in self._used if self.ours else ():  # a forked child would hang up for its parent
+                stream.hang_up()
         for link in idle:
             link.stream.close()
 
     def _open(self, deadline: Deadline) -> Link:
-        link = Link(self.address, self._token, self._config.buffer_bytes, deadline)
+        opened: list[Stream] = []
+
+        def connected(stream: Stream) -> None:
+            opened.append(stream)
+            with self._turn:
+                self._used.add(stream)
+            if self._closed:
+                raise StoreClosed("this handle of the store is closed")
+
+        try:
+            link = Link(self.address, self._token, self._config.buffer_bytes, deadline, connected)
+        except BaseException:
+            with self._turn:
+                self._used.difference_update(opened)
+            raise
         if self._incarnation and link.incarnation != self._incarnation:
+            with self._turn:
+                self._used.discard(link.stream)
             link.stream.close()
             raise StoreClosed(f"at {self.address} answers incarnation {link.incarnation}, no longer {self._incarnation}")
         return link
@@ -205,6 +233,7 @@ class Links:
     def _give_back(self, link: Link) -> None:
         with self._turn:
             self._count -= 1
+            self._used.discard(link.stream)
             keep = link.clean and not self._closed
             if keep:
                 self._idle.append(link)

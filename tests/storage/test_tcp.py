@@ -124,6 +124,31 @@ def test_over_an_arena(config: ArenaConfig, dial: Connect) -> None:
             arena.close()
 
 
+@pytest.mark.parametrize("at", [0, 40, 400, 4 * BIG // 2])
+def test_a_close_ends_the_calls_under_way(server: TcpServer, memory: MemoryStore, dial: Connect, at: int) -> None:
+    """Whoever they wait for hangs: in the handshake, before the answer, or in the middle of the bytes."""
+    put(memory, numbers(), BIG)
+    ended: list[int | StoreError] = []
+    with proxied(server.address, Harm("hang", "client", at)) as proxy:
+        client = dial(proxy.address)
+
+        def ask() -> None:
+            try:
+                ended.append(client.get([name(n) for n in numbers()], [np.zeros(BIG, np.uint8) for _ in numbers()], 2 * PATIENCE_S))
+            except StoreError as error:
+                ended.append(error)
+
+        caller = threading.Thread(target=ask)
+        caller.start()
+        assert proxy.struck.wait(PATIENCE_S)
+        client.close()
+        caller.join(PATIENCE_S)
+        assert not caller.is_alive()
+    (end,) = ended
+    assert isinstance(end, StoreClosed if at <= 40 else int)  # a get that is cut off in the middle gives what has arrived
+    assert end != (1 << COUNT) - 1
+
+
 @pytest.mark.parametrize("what", HARMS)
 @pytest.mark.parametrize("at", [40, 4 * BIG // 2])
 def test_a_get_over_a_bad_wire(server: TcpServer, memory: MemoryStore, dial: Connect, what: str, at: int) -> None:
