@@ -67,9 +67,9 @@ class RepairConfig:
 
 @dataclass
 class RepairStats:
-    """Counters since the start. ``repaired``: objects that have a second copy again, of ``repaired_bytes``. ``repair_dropped``: those that
-    were given up: the target refused them, or they were gone or dropped meanwhile. ``failures``: of steps and calls; they are tried again.
-    """
+    """Counters since the start. ``repaired``: objects that were given a second copy again, of ``repaired_bytes``. ``repair_dropped``: those
+    that were given up, as the target refused them, or they were gone or dropped meanwhile, and those whose copy was taken back, as they had
+    been dropped before. ``failures``: of steps and calls; they are tried again."""
 
     repaired: int = 0
     repaired_bytes: int = 0
@@ -168,7 +168,9 @@ class Repairer:
         if self._ids is None:
             self._ids, self._place, self._again = b"".join(self.store.scan(b"", self.config.scan_s)), 0, False
         if len(self._queue) < self.config.batch and self._place < len(self._ids):
+            began = self.clock()
             self._ask()
+            return min(self.clock() - began, 1.0)  # the homes have other work too
         elif self._queue:
             wait = self._pace.wait() if len(self._made) < _MADE else self.config.step_s
             if wait > 0:
@@ -286,6 +288,5 @@ class Repairer:
             caught = self.caught(ids, self.clock() - began + _APART_S)
             if caught:
                 gone = [ids[i] for i in bits.each(caught)]
-                self.stats.repaired -= len(gone)
                 self.stats.repair_dropped += len(gone)
                 self.client.take_back(member, gone, self.config.timeout_s)
