@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +12,10 @@ from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService, NodeStor
 from hicache_ray.storage.descriptors import EXISTS, GRANTED, PENDING, REFUSED, VOID, Ready
 from hicache_ray.storage.ids import unpacked
 from hicache_ray.storage.index import ArenaIndex, Limits
-from hicache_ray.storage.movers import Piece
-from hicache_ray.storage.serving import Handler
 from hicache_ray.storage.slabs import BLOCK, SlabMap
-from hicache_ray.storage.wire import Kind, Reader
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TAG, TIMEOUT_S, get, key, name, present, put
+from tests.storage.watching import during_the_copy, kinds_asked
 
 ME, OTHER = 1, 2
 SLABS = 256  # so that spares may take two blocks
@@ -199,41 +196,12 @@ def config(config: ArenaConfig) -> ArenaConfig:
     return replace(config, size_bytes=128 * PAGE)
 
 
-@contextmanager
-def _during_the_copy(client: ArenaClient, act: Callable[[], object]) -> Iterator[None]:
-    """Something happens when a put has begun, before its bytes are copied."""
-    copier = client._copier
-    run_one = copier.run_one
-
-    def later(piece: Piece, of_source: bool, stop: Callable[[], bool]) -> int | None:
-        if of_source:
-            act()
-        return run_one(piece, of_source, stop)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copier, "run_one", later)
-        yield
-
-
-def _kinds(service: ArenaService, patch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every request that the service is asked."""
-    asked: list[str] = []
-    answer = service.answer
-
-    def noted(kind: int, reader: Reader, handler: Handler) -> bytes:
-        asked.append(Kind(kind).name)
-        return answer(kind, reader, handler)
-
-    patch.setattr(service, "answer", noted)
-    return asked
-
-
 def _spare_bytes(client: ArenaClient) -> int:
     return client.stats(TIMEOUT_S).spare_bytes
 
 
 def test_the_third_put_of_one_takes_one_exchange(service: ArenaService, client: ArenaClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _kinds(service, monkeypatch)
+    asked = kinds_asked(service, monkeypatch)
     for number in range(4):
         assert put(client, [number]) == 1
         service.check()
@@ -259,7 +227,7 @@ def test_a_put_that_began_before_a_removal_does_not_outlive_it(
     for number in range(3):
         put(client, [number])
     remove = {"drop": lambda: other.drop([name(7)], TIMEOUT_S), "clear": lambda: other.clear(TIMEOUT_S, name(7)[:4])}[removal]
-    with _during_the_copy(client, remove):
+    with during_the_copy(client, remove):
         assert put(client, [7]) == 0
         assert put(client, [8]) == (1 if removal == "drop" else 0)
     assert present(client, [7]) == set()
@@ -275,7 +243,7 @@ def test_a_spare_whose_time_is_over_is_left_alone(config: ArenaConfig, connect: 
             put(client, [number])
         assert _spare_bytes(client) == PAGE
         late = iter([5.0])
-        with _during_the_copy(client, lambda: clock.advance(next(late, 0.0))):  # it ends in the middle of it
+        with during_the_copy(client, lambda: clock.advance(next(late, 0.0))):  # it ends in the middle of it
             assert put(client, [2]) == 0
             assert put(client, [2]) == 1
         clock.advance(3.9)
@@ -297,7 +265,7 @@ def test_a_put_that_is_cut_off_gives_its_spare_back(config: ArenaConfig, connect
         def break_off() -> None:
             raise KeyboardInterrupt
 
-        with _during_the_copy(client, break_off), pytest.raises(KeyboardInterrupt):
+        with during_the_copy(client, break_off), pytest.raises(KeyboardInterrupt):
             put(client, [3])
         until = time.monotonic() + TIMEOUT_S
         while service.stats().spare_bytes and time.monotonic() < until:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,12 +11,12 @@ from hicache_ray.errors import StoreTimeout
 from hicache_ray.storage import ArenaClient, ArenaConfig, ArenaService
 from hicache_ray.storage.descriptors import EXISTS, GRANTED, REFUSED, VOID, Ready
 from hicache_ray.storage.index import ArenaIndex, Limits
-from hicache_ray.storage.movers import Piece
 from hicache_ray.storage.serving import Handler
 from hicache_ray.storage.slabs import BLOCK, SlabMap
 from hicache_ray.storage.wire import Kind, Reader, WireError
 from tests.storage.conftest import FakeClock
 from tests.storage.objects import PAGE, TIMEOUT_S, get, name, page, present, put
+from tests.storage.watching import during_the_copy, kinds_asked
 
 ME, OTHER = 1, 2
 SUM = 77
@@ -27,22 +26,6 @@ SUM = 77
 def config(config: ArenaConfig) -> ArenaConfig:
     """With room for one spare."""
     return replace(config, size_bytes=128 * PAGE)
-
-
-@contextmanager
-def _within_the_copy(client: ArenaClient, act: Callable[[], object]) -> Iterator[None]:
-    """Something happens once, when a put has begun, before its bytes are copied."""
-    copier, todo = client._copier, [act]
-    run_one = copier.run_one
-
-    def later(piece: Piece, of_source: bool, stop: Callable[[], bool]) -> int | None:
-        if of_source and todo:
-            todo.pop()()
-        return run_one(piece, of_source, stop)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copier, "run_one", later)
-        yield
 
 
 def test_a_put_that_outlives_its_spare_does_not_outlive_a_removal(config: ArenaConfig, connect: Callable[..., ArenaClient]) -> None:
@@ -57,7 +40,7 @@ def test_a_put_that_outlives_its_spare_does_not_outlive_a_removal(config: ArenaC
             clock.advance(11.0)
             other.drop([name(7)], TIMEOUT_S)
 
-        with _within_the_copy(client, away_for_long):
+        with during_the_copy(client, away_for_long):
             assert client.put([name(7)], [page(7)], 60.0) == 0
         assert present(client, [7]) == set()
         service.check()
@@ -70,14 +53,7 @@ def test_a_put_without_time_asks_nobody_and_keeps_its_spare(
         put(client, [number])
     with pytest.raises(StoreTimeout):
         client.put([name(3)], [page(3)], 0.0)
-    asked: list[str] = []
-    answer = service.answer
-
-    def noted(kind: int, reader: Reader, handler: Handler) -> bytes:
-        asked.append(Kind(kind).name)
-        return answer(kind, reader, handler)
-
-    monkeypatch.setattr(service, "answer", noted)
+    asked = kinds_asked(service, monkeypatch)
     assert put(client, [3]) == 1
     assert asked == ["WRITE"]
     assert get(client, [3]) == {3}
@@ -106,7 +82,7 @@ def test_a_copy_ends_long_before_its_slot_is_anybodys(
         client = connect(service.address, clock=clock)
         for number in range(3):
             put(client, [number])
-        with _within_the_copy(client, lambda: clock.advance(seconds)):
+        with during_the_copy(client, lambda: clock.advance(seconds)):
             assert client.put([name(3)], [page(3)], 60.0) == stored
         assert service.stats().spare_bytes == PAGE
 
