@@ -145,8 +145,9 @@ def test_a_close_ends_the_calls_under_way(server: TcpServer, memory: MemoryStore
         caller.join(PATIENCE_S)
         assert not caller.is_alive()
     (end,) = ended
-    assert isinstance(end, StoreClosed if at <= 40 else int)  # a get that is cut off in the middle gives what has arrived
+    assert isinstance(end, (StoreClosed, int))  # a get that is cut off in the middle gives what has arrived; which it is, is a race
     assert end != (1 << COUNT) - 1
+    assert at > 40 or isinstance(end, StoreClosed)
 
 
 @pytest.mark.parametrize("what", HARMS)
